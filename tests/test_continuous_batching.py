@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import pickle
 import sys
@@ -583,6 +584,28 @@ def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
         served.check(expected)
     forgotten.destroy()
     model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("waiting", [{"block": False}, {"timeout": 0.0}], ids=str)
+def test_who_stops_a_manager_without_waiting_leaves_requests_to_their_end(
+    model: PreTrainedModel, waiting: dict[str, Any]
+) -> None:
+    """Also those that wait for others, and its memory goes back then."""
+    expected, own = answers(model, Random(), 5), pool(100)
+    rows.enable(model, pool=own, max_seq_len=100)
+    served = Served(model, max_requests_per_batch=2)
+    with served.manager.pause():
+        names = served.ask(expected)
+        stopping = threading.Thread(target=served.manager.stop, kwargs=waiting)
+        stopping.start()
+        stopping.join()
+    results = served.results(len(names))
+    assert [results[name].generated_tokens for name in names] == [each.tokens for each in expected]
+    soon(lambda: not served.manager.is_running())
+    served.manager.destroy()
+    gc.collect()
+    own.trim()
+    assert own.stats().physical_bytes == 0
 
 
 def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:
@@ -1695,8 +1718,8 @@ def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel)
 
 @pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
 def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
-    """Before any work, however it is given. A length that nobody has asked for, or that `max_new_tokens` overrides, is
-    none."""
+    """Before any work, however it is given. A length that `max_new_tokens` overrides is none; where nobody asks for
+    one, `generate` has its own, or the model's."""
 
     def generate(**asked: Any) -> torch.Tensor:
         told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
@@ -1708,8 +1731,10 @@ def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, 
             with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
                 generate(**{name: value}, do_sample=name == "num_return_sequences")
     assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
-    with patch.object(model.generation_config, "max_length", 8):
-        assert generate(max_length=None).shape == (1, 1, 20)
+    for length in (None, 8):
+        by_default = patch.object(model.generation_config, "max_length", length)
+        with by_default, pytest.raises(vmmkv.UnsupportedError, match="asked for the length by default, which generate"):
+            generate(max_length=None)
 
 
 @pytest.mark.parametrize("pad", [0, None])
@@ -2160,6 +2185,35 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
             model(torch.tensor([[3, 4]]))
     finally:
         model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["ends", "begins and ends"])
+def test_a_manager_that_ends_while_its_model_generates_is_no_reason_for_other_tokens(
+    model: PreTrainedModel, begins: bool
+) -> None:
+    """As another thread's may: no mask was made that the model needs to attend by itself."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(10), max_seq_len=100)
+    served = [] if begins else [Served(model)]
+    embeddings, layer = model.get_input_embeddings(), model.model.layers[0]
+
+    def begin(*_: object) -> None:
+        hook.remove()
+        served.extend([Served(model)] * begins)
+        ending.append(layer.register_forward_pre_hook(end))
+
+    def end(*_: object) -> None:
+        ending.pop().remove()
+        served[0].manager.stop()
+
+    hook, ending = embeddings.register_forward_hook(begin), list[Any]()
+    told = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(vmmkv.UnsupportedAttentionError, match="to generate while a manager runs it"):
+        model.generate(torch.tensor([expected.prompt]), **told)
+    if not begins:  # refused at once
+        hook.remove()
+        served[0].manager.stop()
+    assert model.generate(torch.tensor([expected.prompt]), **told)[0, -1] == expected.tokens[0]
 
 
 def test_a_transformers_without_what_is_known_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

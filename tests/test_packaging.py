@@ -142,6 +142,7 @@ PRIVATE = {
     "_supports_attention_backend",
     "_unused_fields",
     "_update_tp_group_state",
+    "_valid_params_class",
     # Python: named tuples' public methods are called so, and the frame of a caller.
     "_fields",
     "_getframe",

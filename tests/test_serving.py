@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -352,6 +353,7 @@ NOT_DONE: list[dict[str, Any]] = [
         {"stream": "false"}, {"stream": 1}, {"suffix": 3}, {"suffix": ["w5"]}, {"model": None}, {"model": 5},
         {"model": {"name": "m"}}, {"stream_options": 5}, {"user": 5}, {"generation_config": "[" * 100_000},
     )),
+    *({"extra_body": each} for each in ({"tools": []}, {"messages": []}, {"nonsense": 1}, {"min_p": 0.1})),
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
     {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
     *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
@@ -390,7 +392,9 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     )),
 ]  # fmt: skip
 NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
-    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"},
+    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"}, {"extra_body": {"n": 2}},
+    {"extra_body": {"max_tokens": 5}},
+    {"instructions": "w6", "input": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w7"}]},
     *({"input": [each]} for each in (
         5, {}, {"role": "user", "content": 5}, {"type": "function_call_output", "output": "w5"},
     )),
@@ -398,7 +402,9 @@ NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
-    "user": "somebody", "extra_body": {"generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}'},
+    "user": "somebody", "extra_body": {
+        "generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}', "metadata": {"a": "b"}, "min_p": None,
+    },
 }  # fmt: skip
 
 
@@ -628,6 +634,58 @@ def test_a_model_that_is_loaded_again_is_there_once(llama: str) -> None:
             complete(address, llama)
     assert len(models) == 2
     assert there == [0]
+
+
+def test_a_model_that_was_unloaded_leaves_nothing(llama: str) -> None:
+    """Though nobody asks for another one."""
+    with loaded_models() as models, server("--max-bytes", "64MiB", "--model-timeout", "1") as address:
+        for _ in range(2):
+            complete(address, llama)
+            soon(lambda: models[-1]() is None)
+    assert len(models) == 2
+
+
+def test_a_model_that_answers_is_not_unloaded(llama: str) -> None:
+    """However long it takes: who asks meanwhile would end the answer."""
+
+    async def two(address: str) -> None:
+        async with client(address) as server:
+            stream = await server.completions.create(model=llama, prompt="w5", max_tokens=ENDLESS, stream=True)
+            chunks = aiter(stream)
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:
+                await anext(chunks)
+            await ask(llama, server, "w6", chat=False, stream=False)
+            await anext(chunks)
+            await stream.close()
+
+    limits = ["--max-bytes", "64MiB", "--max-seq-len", "131072", "--model-timeout", "1"]
+    with loaded_models() as models, server(*limits) as address:
+        asyncio.run(two(address))
+        assert len(models) == 1
+
+
+def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(llama: str, tmp_path: Path) -> None:
+    """A request for another model ends it, and is answered."""
+    other = save("llama-gqa", tmp_path)
+
+    async def two(address: str) -> None:
+        async with client(address) as server:
+            given: dict[str, Any] = {"model": llama, "prompt": "w5", "max_tokens": ENDLESS}
+            stream = await server.completions.create(**given, stream=True)
+            await anext(aiter(stream))
+            plain = asyncio.create_task(server.completions.create(**given))
+            await anext(aiter(stream))
+            assert await ask(other, server, "w6", chat=False, stream=False)
+            with pytest.raises(openai.InternalServerError, match="finished before this request"):
+                await plain
+            with pytest.raises(openai.APIError) as cut_off:
+                async for _ in stream:
+                    pass
+            assert "finished before this request" in f"{cut_off.value.body}"
+
+    with server("--max-bytes", "64MiB", "--max-seq-len", "131072") as address:
+        asyncio.run(two(address))
 
 
 def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: Path) -> None:

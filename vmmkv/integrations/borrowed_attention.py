@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,6 +34,8 @@ class BorrowedAttention:
         """Of the loans."""
         self._loans: WeakKeyDictionary[Any, Loan] = WeakKeyDictionary()
         """By model; models that share a config share one."""
+        self._times: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """By model: how often somebody has begun to use it."""
 
     def borrow(self, model: Any, user: object) -> None:
         """Has a model attend so, until this user gives it back, and all others."""
@@ -43,6 +46,28 @@ class BorrowedAttention:
             if before != self._name:
                 loan.before = before
             loan.users.add(user)
+            self._times[model] = self._times.get(model, 0) + 1
+
+    @contextmanager
+    def left_alone(self, model: Any, refused: Exception) -> Iterator[None]:
+        """Raises `refused` if somebody uses a model, or begins to meanwhile: masks that were made for one way to attend
+        would meet the other."""
+        before = self._times_lent(model)
+        with self._lock:
+            if self._loan_of(model.config) is not None:
+                raise refused
+        try:
+            yield
+        except Exception as error:
+            if self._times_lent(model) == before:
+                raise
+            raise refused from error
+        if self._times_lent(model) != before:
+            raise refused
+
+    def _times_lent(self, model: Any) -> int:
+        with self._lock:  # or else it may be lent and not counted yet
+            return self._times.get(model, 0)
 
     def give_back(self, model: Any, user: object) -> None:
         """Has a model attend as before, unless others use it; of who has it no more, it changes nothing."""

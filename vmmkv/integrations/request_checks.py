@@ -172,10 +172,9 @@ def check_paged(config: GenerationConfig, max_length: int | None) -> None:
                 f"asked for {name}={value!r}, which generate does not return with {how}; leave one out, or call "
                 "generate_batch"
             )
-    if max_length is not None and config.max_new_tokens is None:
-        raise UnsupportedError(
-            f"asked for max_length={max_length!r}, which generate does not heed with {how}; give max_new_tokens"
-        )
+    if config.max_new_tokens is None:
+        asked = "the length by default" if max_length is None else f"max_length={max_length!r}"
+        raise UnsupportedError(f"asked for {asked}, which generate does not heed with {how}; give max_new_tokens")
 
 
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:

@@ -10,6 +10,7 @@ This file is all that knows how that server is made. Some names mean something e
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import json
@@ -175,6 +176,11 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             del batches
             gc.collect()  # a model on rows holds itself
 
+    def answering(self) -> Any:
+        """The model of which somebody waits for an answer, or None."""
+        batches = getattr(self._cb_manager, "_cb", None)
+        return batches.model if batches is not None and batches.output_router.result_handlers else None
+
     def warm_up(self, name: str, model: Any) -> None:
         """Makes the batches of a model before anybody asks for it, with graphs of all of them."""
         self.get_manager(name, use_cb=True).warm_up(model)
@@ -247,6 +253,12 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     def start(self) -> None:
         """Starts what was warmed up."""
         cast(RowManager, self._cb).start()
+
+    def stop(self) -> None:
+        """Ends the batches: behind answers that take two seconds at most, and the others with an error."""
+        super().stop()
+        if self._cb is not None and self._cb.is_running():
+            self._cb.stop(hard_stop=True)
 
     def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
         """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
@@ -324,15 +336,30 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         async with before(app) as told:
+            minding = asyncio.create_task(_mind_unloading(state, models))
             try:
                 state.start()
                 yield told
             finally:
+                minding.cancel()
                 state.shutdown()  # its thread would keep the process alive
 
     app.router.lifespan_context = lifespan
     publish()
     return app
+
+
+async def _mind_unloading(state: RowState, models: ModelManager) -> None:
+    """Has no model unloaded that still answers, since transformers' timers know of its last request alone; and gives
+    back what is left of one that was unloaded, once nobody waits for its answers."""
+    while True:
+        await asyncio.sleep(0.25)  # timeouts are whole seconds
+        answering, loaded = state.answering(), list(models.loaded_models.values())
+        for each in loaded:
+            if answering is not None and each.model is answering:
+                each.reset_timer()
+        if answering is None:
+            state.leave_all_but(each.model for each in loaded)
 
 
 def _make_ready(state: RowState, name: str, loaded: TimedModel) -> None:

@@ -141,6 +141,12 @@ class Response(Request):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _both_are_read(self) -> Response:
+        if self.instructions and isinstance(self.input, list) and self.input[0].get("role") == "system":
+            raise ValueError("instructions would take the place of a first message of role system; give one of them")
+        return self
+
 
 class OwnConfig(Fields):
     """What of a `generation_config` a request may have of its own."""

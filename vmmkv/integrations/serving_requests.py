@@ -92,6 +92,8 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
             raise ArgumentError(f"got a chat that cannot be read: {type(error).__name__}: {error}") from error
 
     def _validate_request(self, body: dict[str, Any]) -> None:
+        others = body.keys() - cast(Any, self._valid_params_class).__mutable_keys__
+        check_fields({name: body.pop(name) for name in others}, HEEDED)  # what is heeded elsewhere is not here
         super()._validate_request(body)
         self.fields.check(body)
         if body.get("chat_template_kwargs", {}) is None:  # transformers would unpack it

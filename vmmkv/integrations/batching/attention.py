@@ -27,6 +27,11 @@ ATTENTION = BorrowedAttention(NAME, clear=split_layers)
 
 OF_BATCH = "block_table"
 """What layers are told with every batch, and hand on to attention."""
+ALONE = (
+    "stop every manager that runs the model, or one of the same config. Then, and of a copy that was made under a "
+    "manager, vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
+)
+"""What helps who runs a model that managers run."""
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
 FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
@@ -65,9 +70,7 @@ def attend_rows(
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if is_in_batch else "called it without a batch of requests"
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} {what}, and attention on rows knows none of that; stop every manager that runs "
-            "the model, or one of the same config. Then, and of a copy that was made under a manager, "
-            "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
+            f"{type(module).__name__} {what}, and attention on rows knows none of that; {ALONE}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(cache, Inside):  # its layer was entered, and is not asked for its number: all are one program

@@ -55,6 +55,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         check_generation(generation_config)
         generation_config = within_vocabulary(generation_config, vocabulary_of(model))
         self._weights, self._addresses = 0, [0]
+        self._makes_batches: RowProcessor | None = None
         self._starting = threading.Lock()
         self.asked = copy.deepcopy(continuous_batching_config)
         """What it was made for, by a caller who may keep it for others."""
@@ -119,7 +120,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._weights += 1
             ranks = ranks_of(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
-                self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
+                self.batch_processor = self._makes_batches = None  # made for weights elsewhere, or of another dtype
             super().start()
 
     def _check_idle(self, what: str) -> None:
@@ -160,7 +161,12 @@ class RowManager(their_api.ContinuousBatchingManager):
         try:
             super()._run_generation_loop(*args, **kwargs)
         finally:
+            self._makes_batches = None
             ATTENTION.give_back(self.model, self)  # nobody may have waited for the end
+
+    def _generation_step(self) -> None:
+        """Runs a batch, also where `stop` does not wait for the last one: it forgets at once who makes them."""
+        cast(RowProcessor, self._makes_batches)._generation_step(self.model)
 
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
@@ -175,7 +181,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             FIFOScheduler=SCHEDULERS["fifo"],
             SCHEDULER_MAPPING=SCHEDULERS,
         )
-        return create(self)
+        self._makes_batches = create(self)
+        return self._makes_batches
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -192,7 +199,7 @@ class RowManager(their_api.ContinuousBatchingManager):
                 self._wait_for_devices()
                 if addresses(self.model) != before:
                     self._take_weights(tensors(self.model))
-                    cast(RowProcessor, self.batch_processor).inputs_and_outputs.forget_graphs()
+                    cast(RowProcessor, self._makes_batches).inputs_and_outputs.forget_graphs()
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):

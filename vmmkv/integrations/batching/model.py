@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api as their_api
 
-from ...errors import UnsupportedError, VmmkvError
+from ...errors import UnsupportedAttentionError, UnsupportedError, VmmkvError
 from ..request_checks import (
     check_length,
     check_paged,
@@ -28,7 +28,7 @@ from ..rotation import defer_rotation, restore_rotation
 from ..row_caches import Options
 from ..whole_layers import Inside
 from ..with_names import with_names
-from .attention import ATTENTION
+from .attention import ALONE, ATTENTION
 from .cache import RowCache
 from .manager import RowManager
 
@@ -143,7 +143,7 @@ def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
 @functools.wraps(GenerationMixin.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` that refuses what would be left out, as long as the model is on rows: who has wrapped it may call it
-    later."""
+    later. And what a manager runs meanwhile, in another thread perhaps."""
     if kwargs.get("cache_implementation") == "paged" and "generate_batch" in vars(model):
         given = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments
         for name in NOT_HANDED_ON:
@@ -157,7 +157,10 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             max_length = told.get("max_length", getattr(config, "max_length", None))
             check_paged(model._prepare_generation_config(config, **told)[0], max_length)
             kwargs["cache_implementation"] = OfGenerate("paged")
-    return type(model).generate(model, *args, **kwargs)
+        return type(model).generate(model, *args, **kwargs)
+    refused = UnsupportedAttentionError(f"asked {type(model).__name__} to generate while a manager runs it; {ALONE}")
+    with ATTENTION.left_alone(model, refused):
+        return type(model).generate(model, *args, **kwargs)
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
