@@ -45,12 +45,13 @@ from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.left_to_attention import CACHE
-from vmmkv.integrations.model_weights import adapters, addresses
+from vmmkv.integrations.model_weights import adapters, addresses, tensors
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import RankedRequests, Ranks
 from vmmkv.integrations.row_requests import RowRequests
+from vmmkv.integrations.scaled_states import ScaledStates
 from vmmkv.memory.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -96,7 +97,9 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
     """Looks whether `generate_batch` gives the tokens of `generate`."""
-    results = model.generate_batch([each.prompt for each in expected], **config(**options)).values()
+    kept = options.pop("persistent_manager", False)
+    prompts = [each.prompt for each in expected]
+    results = model.generate_batch(prompts, persistent_manager=kept, **config(**options)).values()
     assert [result.error for result in results] == [None] * len(expected)
     assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
 
@@ -813,7 +816,9 @@ def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(
 # ---------------------------------------------------------------------- other weights
 
 
-@pytest.mark.parametrize("how", ["paused", "started again", "written to", "another adapter"])
+@pytest.mark.parametrize(
+    "how", ["paused", "started again", "written to", "put in the place of others and written to", "another adapter"]
+)
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
     before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
@@ -825,7 +830,8 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     old, new = pairs[-1]
     assert old is not None
     assert new is not None
-    model.peft_config, model.tuned = {}, Adapted()
+    if how == "another adapter":
+        model.peft_config, model.tuned = {}, Adapted()
     rows.enable(model, pool=pool(300), max_seq_len=200)
     with Served(model) as served:
         served.check([old])
@@ -841,6 +847,11 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
             model.load_state_dict(after.state_dict())
             served.manager.start()
         else:
+            if how == "put in the place of others and written to":
+                with served.manager.pause():
+                    there = {name: each.data for name, each in model.state_dict().items()}
+                    model.load_state_dict(there, assign=True)  # as new tensors
+                served.check([old])
             model.load_state_dict(after.state_dict())
             if how == "another adapter":
                 model.tuned.active_adapters = ["other"]
@@ -850,7 +861,7 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         assert served.cache.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("how", ["written to", "in the place of another of its name"])
+@pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name"])
 def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> None:
     """It was put into the model while a manager runs it."""
     one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
@@ -869,6 +880,11 @@ def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> 
             served.check([old])
             if how == "written to":
                 bare.tuned.weight.copy_(other.tuned.weight)
+            elif how == "swapped":  # it is written to as often
+                new_weight = torch.nn.Parameter(other.tuned.weight.clone())
+                for _ in range(bare.tuned.weight._version):
+                    new_weight += 0
+                torch.utils.swap_tensors(bare.tuned.weight, new_weight)
             else:
                 put_adapter(bare).copy_(other.tuned.weight)
         served.check([new])
@@ -1067,6 +1083,46 @@ def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrain
         assert served.cache.layout.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("window", [None, 5, 50])
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_manager_that_is_started_again_looks_how_far_layers_attend(
+    model: PreTrainedModel, window: int | None
+) -> None:
+    own = copy.deepcopy(model)
+    rows.enable(own, pool=pool(200), max_seq_len=200)
+    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
+    own.config.sliding_window = window
+    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
+    rows.disable(own)
+
+
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_a_manager_that_is_started_again_drops_nothing_out(model: PreTrainedModel) -> None:
+    """Though its model has been trained meanwhile."""
+    own = copy.deepcopy(model)
+    for layer in own.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.5
+    expected = answers(own, Random(), 3)
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    for _ in range(2):
+        check_batch(own, expected, persistent_manager=True)
+        own.train()
+    rows.disable(own)
+
+
+def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTrainedModel) -> None:
+    own = copy.deepcopy(model)
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    with Served(own) as served, served.manager.pause():
+        stop = threading.Thread(target=served.manager.stop, kwargs={"block": False})
+        stop.start()
+        stop.join()
+        for each in own.parameters():
+            each.data = each.data.clone()
+    rows.disable(own)
+
+
 # ---------------------------------------------------------------------- graphs
 
 
@@ -1075,7 +1131,7 @@ class Replayed:
 
     def __init__(self, forward: Any, model: PreTrainedModel, *given: Any) -> None:
         self._call = functools.partial(forward, model, *given)
-        self._held = lambda: (adapters(model), addresses(model))
+        self._held = lambda: (adapters(model), addresses(tensors(model)))
         self._captured = self._held()
 
     def replay(self) -> None:
@@ -1083,6 +1139,17 @@ class Replayed:
         self._call()
 
     def reset(self) -> None: ...
+
+
+def test_weights_are_where_the_tensors_are_that_they_are_made_of() -> None:
+    """As of quantized ones, which have no memory of their own."""
+    numbers, scales = torch.randint(-9, 9, (1, 2, 3, 4), dtype=torch.int8), torch.rand(1, 2, 3)
+    for moved in (numbers, scales):
+        before, after = (ScaledStates(numbers, scales, torch.float32) for _ in range(2))
+        assert addresses([before, scales]) == addresses([after, scales])
+        name = "numbers" if moved is numbers else "scales"
+        setattr(after, name, moved.clone())
+        assert addresses([before, scales]) != addresses([after, scales])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -1196,6 +1263,7 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
             served.check([old for old, _ in pairs])
             captured = len(sizes)
             if how == "weights that moved":
+                were = [each.data for each in before.parameters()]
                 with served.manager.pause():
                     for each, given in zip(before.parameters(), after.parameters(), strict=True):
                         each.data = given.data
@@ -1203,6 +1271,12 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
                 put_in(before, after.tuned)
             served.check([new for _, new in pairs])
             assert (len(sizes) > captured) == (how == "weights that moved")
+            if how == "weights that moved":  # and back
+                served.manager.stop(keep_for_next_session=True)
+                for each, given in zip(before.parameters(), were, strict=True):
+                    each.data = given
+                served.manager.start()
+                served.check([old for old, _ in pairs])
             assert (captured == 0) == (how in ("another adapter", "more of an adapter"))
     finally:
         rows.disable(before)
@@ -1812,12 +1886,23 @@ def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_ke
 
 def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
+    options = config()
     for _ in range(2):
-        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **config())) == 1
-    other = config()
-    other["generation_config"].update(do_sample=True)
-    with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
-        model.generate_batch([[5] * 9], persistent_manager=True, **other)
+        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **options)) == 1
+    for each in (config(), options):  # its caller's own, too
+        each["generation_config"].update(do_sample=True)
+        with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
+            model.generate_batch([[5] * 9], persistent_manager=True, **each)
+
+
+def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedModel) -> None:
+    """Of requests before, whose results nobody has taken: who asked for them was interrupted, perhaps."""
+    first, *expected = answers(model, Random(), 4)
+    rows.enable(model, pool=pool(200), max_seq_len=100)
+    with Served(model) as served:
+        served.ask([first])
+        served.manager.stop(keep_for_next_session=True)
+        check_batch(model, expected, persistent_manager=True)
 
 
 def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:
