@@ -97,9 +97,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
     """Looks whether `generate_batch` gives the tokens of `generate`."""
-    kept = options.pop("persistent_manager", False)
-    prompts = [each.prompt for each in expected]
-    results = model.generate_batch(prompts, persistent_manager=kept, **config(**options)).values()
+    told = {name: options.pop(name) for name in ("persistent_manager", "warmup") if name in options}
+    results = model.generate_batch([each.prompt for each in expected], **config(**options), **told).values()
     assert [result.error for result in results] == [None] * len(expected)
     assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
 
@@ -1109,6 +1108,15 @@ def test_a_manager_that_is_started_again_drops_nothing_out(model: PreTrainedMode
         check_batch(own, expected, persistent_manager=True)
         own.train()
     rows.disable(own)
+
+
+def test_a_manager_that_is_kept_serves_callers_in_inference_mode_and_others(model: PreTrainedModel) -> None:
+    """transformers runs its thread as its caller runs, from 5.24 on."""
+    expected = answers(model, Random(), 3)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            check_batch(model, expected, persistent_manager=True, warmup=False)
 
 
 def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTrainedModel) -> None:

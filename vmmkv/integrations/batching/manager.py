@@ -187,7 +187,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             FIFOScheduler=SCHEDULERS["fifo"],
             SCHEDULER_MAPPING=SCHEDULERS,
         )
-        return create(self)
+        with torch.inference_mode(False):  # what is made here, a thread that is not in this mode may write to later
+            return create(self)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
