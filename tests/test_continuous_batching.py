@@ -1239,7 +1239,9 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
 
 
-@pytest.mark.parametrize("how", ["another adapter", "more of an adapter", "an adapter put in", "weights that moved"])
+@pytest.mark.parametrize(
+    "how", ["another adapter", "another one merged", "more of an adapter", "an adapter put in", "weights that moved"]
+)
 def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[str, list[int]], how: str) -> None:
     """Whatever is as it was, like prompts: what is known of them is not taken either. Graphs that read weights where
     they were are made anew."""
@@ -1252,6 +1254,9 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
     if how == "another adapter":
         put_in(before, tuned)
         put_in(after, tuned.using("other"))
+    elif how == "another one merged":
+        put_in(before, tuned)
+        put_in(after, tuned.using(merged=("other",)))
     elif how == "more of an adapter":
         put_in(before, tuned)
         put_in(after, tuned.using(scale=2.0))
@@ -1285,7 +1290,7 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
                     each.data = given
                 served.manager.start()
                 served.check([old for old, _ in pairs])
-            assert (captured == 0) == (how in ("another adapter", "more of an adapter"))
+            assert (captured == 0) == (how in ("another adapter", "another one merged", "more of an adapter"))
     finally:
         rows.disable(before)
 
@@ -1302,15 +1307,17 @@ class Tuned(torch.nn.Module):
             {name: torch.randn(embedding.shape[1]).to(embedding) for name in ("one", "other")}
         )
         self.active_adapters, self.scaling = ["one"], {"one": 1.0, "other": 1.0}
+        self.merged_adapters: list[str] = []
 
-    def using(self, name: str = "one", scale: float = 1.0) -> Tuned:
-        """The same, of which another is used, or more."""
+    def using(self, name: str = "one", scale: float = 1.0, merged: tuple[str, ...] = ()) -> Tuned:
+        """The same, of which another is used, or more, or what is merged."""
         other = copy.copy(self)
         other.active_adapters, other.scaling = [name], {**self.scaling, name: scale}
+        other.merged_adapters = [*merged]
         return other
 
     def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
-        (name,) = self.active_adapters
+        (name,) = self.merged_adapters or self.active_adapters
         return states + self.scaling[name] * states * self.weights[name]
 
 

@@ -57,23 +57,28 @@ def adapters(model: Any) -> Hashable:
     if not has_adapters(model):
         return None
     tuned = [each for each in _modules(model) if isinstance(_told_by_class(each, "active_adapters"), list)]
-    return tuple((each.disable_adapters, *getattr(each, "merged_adapters", ()), *_parts(each)) for each in tuned)
+    return tuple((each.disable_adapters, *_merged(each), *_parts(each)) for each in tuned)
+
+
+def _merged(tuned: Any) -> list[str]:
+    """The adapters that are merged into a layer, which then uses these and no others."""
+    return _told_by_class(tuned, "merged_adapters") or []
 
 
 def _parts(tuned: Any) -> Iterator[tuple[str, Any]]:
     """The adapters that a layer uses, and by what it multiplies what comes of each."""
-    scaling = vars(tuned).get("scaling", {})  # its own: some answer for the module inside, too
+    scaling = vars(tuned).get("scaling", {})  # its own: some answer for the module inside
     return ((name, scaling.get(name)) for name in tuned.active_adapters)
 
 
 def _told_by_class(module: torch.nn.Module, name: str) -> Any:
-    """An attribute that a module's class, or it itself, has. To ask a module for what it has not takes ten times as
-    long, and each step asks thousands."""
+    """An attribute that a module's class, or it itself, has. To ask a module for what it has not takes long, and
+    each step asks thousands."""
     return getattr(module, name) if hasattr(type(module), name) or name in vars(module) else None
 
 
 def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules of a model, as `modules` has them but for their order, and several times faster."""
+    """All modules of a model, as `modules` has them but for their order, in less time."""
     left = [model]
     while left:
         module = left.pop()
