@@ -816,7 +816,15 @@ def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(
 
 
 @pytest.mark.parametrize(
-    "how", ["paused", "started again", "written to", "put in the place of others and written to", "another adapter"]
+    "how",
+    [
+        "paused",
+        "started again",
+        "written to",
+        "put in the place of others and written to",
+        "another adapter",
+        "another adapter of what is inside",
+    ],
 )
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
@@ -829,8 +837,9 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     old, new = pairs[-1]
     assert old is not None
     assert new is not None
-    if how == "another adapter":
-        model.peft_config, model.tuned = {}, Adapted()
+    if how.startswith("another adapter"):
+        model.tuned = Adapted()
+        (model.model if "inside" in how else model).peft_config = {}
     rows.enable(model, pool=pool(300), max_seq_len=200)
     with Served(model) as served:
         served.check([old])
@@ -851,9 +860,10 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
                     there = {name: each.data for name, each in model.state_dict().items()}
                     model.load_state_dict(there, assign=True)  # as new tensors
                 served.check([old])
-            model.load_state_dict(after.state_dict())
-            if how == "another adapter":
-                model.tuned.active_adapters = ["other"]
+            if how.startswith("another adapter"):
+                switch_adapter(model, after, "other")
+            else:
+                model.load_state_dict(after.state_dict())
         served.check([new])
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
@@ -1065,6 +1075,22 @@ class Adapted(torch.nn.Module):
     """A layer with adapters, as PEFT has them."""
 
     active_adapters, disable_adapters = ["one"], False
+
+
+def test_what_is_saved_with_an_adapter_is_not_asked_how_much_of_it_there_is(model: PreTrainedModel) -> None:
+    """Though it answers for the attention inside, which has a `scaling`, too."""
+    own = copy.deepcopy(model)
+    own.peft_config, own.tuned = {}, Saved()
+    before = adapters(own)
+    own.tuned.active_adapters = ["other"]
+    assert adapters(own) != before
+
+
+class Saved(Adapted):
+    """As PEFT has it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 0.125 if name == "scaling" else super().__getattr__(name)
 
 
 def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrainedModel) -> None:

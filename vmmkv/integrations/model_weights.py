@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 
 def addresses(weights: Iterable[torch.Tensor]) -> list[int]:
@@ -47,8 +48,11 @@ def devices(model: torch.nn.Module) -> set[torch.device]:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT has put adapters into a model."""
-    return hasattr(model, "peft_config")
+    """Whether PEFT has put adapters into a model, or into one that is inside."""
+    if _has(model, "peft_config"):
+        return True
+    inside = model._modules.values() if isinstance(model, PreTrainedModel) else ()
+    return any(has_adapters(each) for each in inside if each is not None)
 
 
 def adapters(model: Any) -> Hashable:
@@ -56,13 +60,14 @@ def adapters(model: Any) -> Hashable:
     none."""
     if not has_adapters(model):
         return None
-    tuned = [each for each in _modules(model) if isinstance(_told_by_class(each, "active_adapters"), list)]
+    those = (each for each in _modules(model) if _has(each, "active_adapters"))
+    tuned = [each for each in those if isinstance(each.active_adapters, list)]  # and no method, as models have it
     return tuple((each.disable_adapters, *_merged(each), *_parts(each)) for each in tuned)
 
 
 def _merged(tuned: Any) -> list[str]:
     """The adapters that are merged into a layer, which then uses these and no others."""
-    return _told_by_class(tuned, "merged_adapters") or []
+    return tuned.merged_adapters if _has(tuned, "merged_adapters") else []
 
 
 def _parts(tuned: Any) -> Iterator[tuple[str, Any]]:
@@ -71,10 +76,10 @@ def _parts(tuned: Any) -> Iterator[tuple[str, Any]]:
     return ((name, scaling.get(name)) for name in tuned.active_adapters)
 
 
-def _told_by_class(module: torch.nn.Module, name: str) -> Any:
-    """An attribute that a module's class, or it itself, has. To ask a module for what it has not takes long, and
+def _has(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module's class, or it itself, has an attribute. To ask a module for what it has not takes long, and
     each step asks thousands."""
-    return getattr(module, name) if hasattr(type(module), name) or name in vars(module) else None
+    return hasattr(type(module), name) or name in vars(module)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
