@@ -1176,7 +1176,7 @@ class Replayed:
 
 
 def test_weights_are_where_the_tensors_are_that_they_are_made_of() -> None:
-    """As of quantized ones, which have no memory of their own."""
+    """As of quantized ones, and of those of tensor parallelism, which have no memory of their own."""
     numbers, scales = torch.randint(-9, 9, (1, 2, 3, 4), dtype=torch.int8), torch.rand(1, 2, 3)
     for moved in (numbers, scales):
         before, after = (ScaledStates(numbers, scales, torch.float32) for _ in range(2))

@@ -17,10 +17,12 @@ def addresses(weights: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _in_memory(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What has memory of its own: of quantized weights, and others that are made of several tensors, these."""
+    """What has memory of its own: of weights that are quantized, or a process's share, the tensors that they are made
+    of."""
     for each in weights:
         if is_traceable_wrapper_subclass(each):
-            yield from _in_memory(getattr(each, name) for name in each.__tensor_flatten__()[0])
+            parts = (getattr(each, name) for name in each.__tensor_flatten__()[0])
+            yield from _in_memory(part for part in parts if isinstance(part, torch.Tensor))
         else:
             yield each
 
