@@ -46,12 +46,13 @@ from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.left_to_attention import CACHE
-from vmmkv.integrations.model_weights import adapters, addresses
+from vmmkv.integrations.model_weights import adapters, addresses, tensors
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import RankedRequests, Ranks
 from vmmkv.integrations.row_requests import RowRequests
+from vmmkv.integrations.scaled_states import ScaledStates
 from vmmkv.memory.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -97,7 +98,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 
 def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
     """Looks whether `generate_batch` gives the tokens of `generate`."""
-    results = model.generate_batch([each.prompt for each in expected], **config(**options)).values()
+    told = {name: options.pop(name) for name in ("persistent_manager", "warmup") if name in options}
+    results = model.generate_batch([each.prompt for each in expected], **config(**options), **told).values()
     assert [result.error for result in results] == [None] * len(expected)
     assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
 
@@ -836,7 +838,17 @@ def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(
 # ---------------------------------------------------------------------- other weights
 
 
-@pytest.mark.parametrize("how", ["paused", "started again", "written to", "another adapter"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "paused",
+        "started again",
+        "written to",
+        "put in the place of others and written to",
+        "another adapter",
+        "another adapter of what is inside",
+    ],
+)
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
     before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
@@ -848,7 +860,9 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     old, new = pairs[-1]
     assert old is not None
     assert new is not None
-    model.peft_config, model.tuned = {}, Adapted()
+    if how.startswith("another adapter"):
+        model.tuned = Adapted()
+        (model.model if "inside" in how else model).peft_config = {}
     rows.enable(model, pool=pool(300), max_seq_len=200)
     with Served(model) as served:
         served.check([old])
@@ -864,16 +878,22 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
             model.load_state_dict(after.state_dict())
             served.manager.start()
         else:
-            model.load_state_dict(after.state_dict())
-            if how == "another adapter":
-                model.tuned.active_adapters = ["other"]
+            if how == "put in the place of others and written to":
+                with served.manager.pause():
+                    there = {name: each.data for name, each in model.state_dict().items()}
+                    model.load_state_dict(there, assign=True)  # as new tensors
+                served.check([old])
+            if how.startswith("another adapter"):
+                switch_adapter(model, after, "other")
+            else:
+                model.load_state_dict(after.state_dict())
         served.check([new])
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
         assert served.cache.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("how", ["written to", "in the place of another of its name"])
+@pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name"])
 def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> None:
     """It was put into the model while a manager runs it."""
     one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
@@ -892,6 +912,11 @@ def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> 
             served.check([old])
             if how == "written to":
                 bare.tuned.weight.copy_(other.tuned.weight)
+            elif how == "swapped":  # it is written to as often
+                new_weight = torch.nn.Parameter(other.tuned.weight.clone())
+                for _ in range(bare.tuned.weight._version):
+                    new_weight += 0
+                torch.utils.swap_tensors(bare.tuned.weight, new_weight)
             else:
                 put_adapter(bare).copy_(other.tuned.weight)
         served.check([new])
@@ -1075,6 +1100,22 @@ class Adapted(torch.nn.Module):
     active_adapters, disable_adapters = ["one"], False
 
 
+def test_what_is_saved_with_an_adapter_is_not_asked_how_much_of_it_there_is(model: PreTrainedModel) -> None:
+    """Though it answers for the attention inside, which has a `scaling`, too."""
+    own = copy.deepcopy(model)
+    own.peft_config, own.tuned = {}, Saved()
+    before = adapters(own)
+    own.tuned.active_adapters = ["other"]
+    assert adapters(own) != before
+
+
+class Saved(Adapted):
+    """As PEFT has it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 0.125 if name == "scaling" else super().__getattr__(name)
+
+
 def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrainedModel) -> None:
     """Its graphs, and its rows, are for those that were there."""
     own = copy.deepcopy(model)
@@ -1090,6 +1131,55 @@ def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrain
         assert served.cache.layout.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("window", [None, 5, 50])
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_manager_that_is_started_again_looks_how_far_layers_attend(
+    model: PreTrainedModel, window: int | None
+) -> None:
+    own = copy.deepcopy(model)
+    rows.enable(own, pool=pool(200), max_seq_len=200)
+    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
+    own.config.sliding_window = window
+    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
+    rows.disable(own)
+
+
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_a_manager_that_is_started_again_drops_nothing_out(model: PreTrainedModel) -> None:
+    """Though its model has been trained meanwhile."""
+    own = copy.deepcopy(model)
+    for layer in own.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.5
+    expected = answers(own, Random(), 3)
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    for _ in range(2):
+        check_batch(own, expected, persistent_manager=True)
+        own.train()
+    rows.disable(own)
+
+
+def test_a_manager_that_is_kept_serves_callers_in_inference_mode_and_others(model: PreTrainedModel) -> None:
+    """transformers runs its thread as its caller runs, from 5.24 on."""
+    expected = answers(model, Random(), 3)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            check_batch(model, expected, persistent_manager=True, warmup=False)
+
+
+def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTrainedModel) -> None:
+    own = copy.deepcopy(model)
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    with Served(own) as served, served.manager.pause():
+        stop = threading.Thread(target=served.manager.stop, kwargs={"block": False})
+        stop.start()
+        stop.join()
+        for each in own.parameters():
+            each.data = each.data.clone()
+    rows.disable(own)
+
+
 # ---------------------------------------------------------------------- graphs
 
 
@@ -1098,7 +1188,7 @@ class Replayed:
 
     def __init__(self, forward: Any, model: PreTrainedModel, *given: Any) -> None:
         self._call = functools.partial(forward, model, *given)
-        self._held = lambda: (adapters(model), addresses(model))
+        self._held = lambda: (adapters(model), addresses(tensors(model)))
         self._captured = self._held()
 
     def replay(self) -> None:
@@ -1106,6 +1196,17 @@ class Replayed:
         self._call()
 
     def reset(self) -> None: ...
+
+
+def test_weights_are_where_the_tensors_are_that_they_are_made_of() -> None:
+    """As of quantized ones, and of those of tensor parallelism, which have no memory of their own."""
+    numbers, scales = torch.randint(-9, 9, (1, 2, 3, 4), dtype=torch.int8), torch.rand(1, 2, 3)
+    for moved in (numbers, scales):
+        before, after = (ScaledStates(numbers, scales, torch.float32) for _ in range(2))
+        assert addresses([before, scales]) == addresses([after, scales])
+        name = "numbers" if moved is numbers else "scales"
+        setattr(after, name, moved.clone())
+        assert addresses([before, scales]) != addresses([after, scales])
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -1187,7 +1288,9 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
 
 
-@pytest.mark.parametrize("how", ["another adapter", "more of an adapter", "an adapter put in", "weights that moved"])
+@pytest.mark.parametrize(
+    "how", ["another adapter", "another one merged", "more of an adapter", "an adapter put in", "weights that moved"]
+)
 def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[str, list[int]], how: str) -> None:
     """Whatever is as it was, like prompts: what is known of them is not taken either. Graphs that read weights where
     they were are made anew."""
@@ -1200,6 +1303,9 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
     if how == "another adapter":
         put_in(before, tuned)
         put_in(after, tuned.using("other"))
+    elif how == "another one merged":
+        put_in(before, tuned)
+        put_in(after, tuned.using(merged=("other",)))
     elif how == "more of an adapter":
         put_in(before, tuned)
         put_in(after, tuned.using(scale=2.0))
@@ -1219,6 +1325,7 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
             served.check([old for old, _ in pairs])
             captured = len(sizes)
             if how == "weights that moved":
+                were = [each.data for each in before.parameters()]
                 with served.manager.pause():
                     for each, given in zip(before.parameters(), after.parameters(), strict=True):
                         each.data = given.data
@@ -1226,7 +1333,13 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
                 put_in(before, after.tuned)
             served.check([new for _, new in pairs])
             assert (len(sizes) > captured) == (how == "weights that moved")
-            assert (captured == 0) == (how in ("another adapter", "more of an adapter"))
+            if how == "weights that moved":  # and back
+                served.manager.stop(keep_for_next_session=True)
+                for each, given in zip(before.parameters(), were, strict=True):
+                    each.data = given
+                served.manager.start()
+                served.check([old for old, _ in pairs])
+            assert (captured == 0) == (how in ("another adapter", "another one merged", "more of an adapter"))
     finally:
         rows.disable(before)
 
@@ -1243,15 +1356,17 @@ class Tuned(torch.nn.Module):
             {name: torch.randn(embedding.shape[1]).to(embedding) for name in ("one", "other")}
         )
         self.active_adapters, self.scaling = ["one"], {"one": 1.0, "other": 1.0}
+        self.merged_adapters: list[str] = []
 
-    def using(self, name: str = "one", scale: float = 1.0) -> Tuned:
-        """The same, of which another is used, or more."""
+    def using(self, name: str = "one", scale: float = 1.0, merged: tuple[str, ...] = ()) -> Tuned:
+        """The same, of which another is used, or more, or what is merged."""
         other = copy.copy(self)
         other.active_adapters, other.scaling = [name], {**self.scaling, name: scale}
+        other.merged_adapters = [*merged]
         return other
 
     def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
-        (name,) = self.active_adapters
+        (name,) = self.merged_adapters or self.active_adapters
         return states + self.scaling[name] * states * self.weights[name]
 
 
@@ -1837,12 +1952,23 @@ def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_ke
 
 def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
+    options = config()
     for _ in range(2):
-        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **config())) == 1
-    other = config()
-    other["generation_config"].update(do_sample=True)
-    with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
-        model.generate_batch([[5] * 9], persistent_manager=True, **other)
+        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **options)) == 1
+    for each in (config(), options):  # its caller's own, too
+        each["generation_config"].update(do_sample=True)
+        with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
+            model.generate_batch([[5] * 9], persistent_manager=True, **each)
+
+
+def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedModel) -> None:
+    """Of requests before, whose results nobody has taken: who asked for them was interrupted, perhaps."""
+    first, *expected = answers(model, Random(), 4)
+    rows.enable(model, pool=pool(200), max_seq_len=100)
+    with Served(model) as served:
+        served.ask([first])
+        served.manager.stop(keep_for_next_session=True)
+        check_batch(model, expected, persistent_manager=True)
 
 
 def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:

@@ -7,16 +7,31 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 
 
-def addresses(model: torch.nn.Module) -> list[int]:
-    """At which addresses the weights of a model are."""
-    return [each.data_ptr() for each in tensors(model)]
+def addresses(weights: Iterable[torch.Tensor]) -> list[int]:
+    """At which addresses weights are."""
+    return [each.data_ptr() for each in _in_memory(weights)]
+
+
+def _in_memory(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What has memory of its own: of weights that are quantized, or a process's share, the tensors that they are made
+    of."""
+    for each in weights:
+        if is_traceable_wrapper_subclass(each):
+            parts = (getattr(each, name) for name in each.__tensor_flatten__()[0])
+            yield from _in_memory(part for part in parts if isinstance(part, torch.Tensor))
+        else:
+            yield each
 
 
 def tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights of a model: its buffers, too, which are what some quantized layers have, and biases of experts."""
-    return [*model.parameters(), *model.buffers()]
+    """The weights of a model: its buffers, too, which are what some quantized layers have, and biases of experts. Those
+    that several modules have are there as often."""
+    owned = (each for module in _modules(model) for each in (module._parameters, module._buffers))
+    return [each for named in owned for each in named.values() if each is not None]
 
 
 def counting_writes(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -35,19 +50,44 @@ def devices(model: torch.nn.Module) -> set[torch.device]:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT has put adapters into a model."""
-    return hasattr(model, "peft_config")
+    """Whether PEFT has put adapters into a model, or into one that is inside."""
+    if _has(model, "peft_config"):
+        return True
+    inside = model._modules.values() if isinstance(model, PreTrainedModel) else ()
+    return any(has_adapters(each) for each in inside if each is not None)
 
 
 def adapters(model: Any) -> Hashable:
-    """The adapters that PEFT has put into a model, and uses, and how much of each; None where it has put none."""
+    """The adapters that PEFT has put into a model, and uses or has merged, and how much of each; None where it has put
+    none."""
     if not has_adapters(model):
         return None
-    tuned = [each for each in model.modules() if isinstance(getattr(each, "active_adapters", None), list)]
-    return tuple((each.disable_adapters, *_parts(each)) for each in tuned)
+    those = (each for each in _modules(model) if _has(each, "active_adapters"))
+    tuned = [each for each in those if isinstance(each.active_adapters, list)]  # and no method, as models have it
+    return tuple((each.disable_adapters, *_merged(each), *_parts(each)) for each in tuned)
+
+
+def _merged(tuned: Any) -> list[str]:
+    """The adapters that are merged into a layer, which then uses these and no others."""
+    return tuned.merged_adapters if _has(tuned, "merged_adapters") else []
 
 
 def _parts(tuned: Any) -> Iterator[tuple[str, Any]]:
     """The adapters that a layer uses, and by what it multiplies what comes of each."""
-    scaling = getattr(tuned, "scaling", {})
+    scaling = vars(tuned).get("scaling", {})  # its own: some answer for the module inside
     return ((name, scaling.get(name)) for name in tuned.active_adapters)
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    """Whether a module's class, or it itself, has an attribute. To ask a module for what it has not takes long, and
+    each step asks thousands."""
+    return hasattr(type(module), name) or name in vars(module)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """All modules of a model, as `modules` has them but for their order, in less time."""
+    left = [model]
+    while left:
+        module = left.pop()
+        yield module
+        left += [each for each in module._modules.values() if each is not None]

@@ -80,8 +80,9 @@ class RowBatch(ContinuousBatchingIOs):
         return [self]
 
     def forget_graphs(self) -> None:
-        """Has none of those that were made: others are, when they are needed, of decode alone."""
-        self.graphs, self.has_graphs_of_prompts = CudaGraphBuffer(), False
+        """Has none of those that were made: others are, when they are needed, of decode alone. Batches are padded as
+        before, as they are in other processes, which may have kept theirs."""
+        self.graphs = CudaGraphBuffer()
 
     def keep_only(self, active: dict[str, RequestState]) -> None:
         """Knows those no more, while it runs, that are not `active`: ended, moved, or to begin anew. transformers knows

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import continuous_api as their_api
-from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.generation.continuous_batching.utils import WorkloadHints, drain_queue
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
@@ -53,15 +53,16 @@ class RowManager(their_api.ContinuousBatchingManager):
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
         check_generation(generation_config)
-        generation_config = within_vocabulary(generation_config, vocabulary_of(model))
-        self._weights, self._addresses = 0, [0]
+        # A copy: what the caller changes in its own is not what logits processors were made for.
+        generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
+        self._weights = 0
         self._makes_batches: RowProcessor | None = None
         self._starting = threading.Lock()
         self.asked = copy.deepcopy(continuous_batching_config)
         """What it was made for, by a caller who may keep it for others."""
         was_training = model.training
         try:
-            super().__init__(model.eval(), generation_config, config, workload_hints)
+            super().__init__(model, generation_config, config, workload_hints)
             check_processors(self.logit_processor.logits_processor)
             self._allow_decode(config)
             self._compile_layers()
@@ -75,6 +76,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        model.eval()  # one that is kept may find that it has been trained since
         ATTENTION.borrow(model, self)
         self.groups = groups_of(model, self.options.kv_dtype)
         check_pool(self.options.pool, self.groups)
@@ -119,9 +121,19 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._compile_layers()
             self._weights += 1
             ranks = ranks_of(self.distributed_helper)
-            if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
-                self.batch_processor = self._makes_batches = None  # made for weights elsewhere, or of another dtype
+            if self.batch_processor is not None and not ranks.least(self._made_for == self._found()):
+                self.batch_processor = None  # graphs read weights where they were, and K and V may be kept otherwise
             super().start()
+
+    def _found(self) -> tuple[Any, ...]:
+        """What rows and graphs are made for: what layers keep of a token, and where weights are."""
+        return self.groups, addresses(tensors(self.model))
+
+    def forget_results(self) -> None:
+        """Forgets what earlier requests have made and nobody has taken, unless it runs: `generate_batch` would take it
+        for its own."""
+        if not self.is_running():
+            drain_queue(self.output_router.output_queue)
 
     def _check_idle(self, what: str) -> None:
         """Raises `BusyError` while it runs."""
@@ -142,35 +154,39 @@ class RowManager(their_api.ContinuousBatchingManager):
             with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
                 super().warmup()
         except BaseException:
-            ATTENTION.give_back(self.model, self)
+            self._end()
             raise
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops: see `ContinuousBatchingManager.stop`."""
         super().stop(*args, **kwargs)
         if not self.is_running():
-            ATTENTION.give_back(self.model, self)
+            self._end()
 
     def destroy(self) -> None:
         """Ends it: see `ContinuousBatchingManager.destroy`."""
         super().destroy()
         if not self.is_running():
-            ATTENTION.give_back(self.model, self)
+            self._end()
+
+    def _end(self) -> None:
+        """Leaves the model to others, and the memory of its rows, if nobody has kept them for later."""
+        self._makes_batches = None
+        ATTENTION.give_back(self.model, self)
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._run_generation_loop(*args, **kwargs)
         finally:
-            self._makes_batches = None
-            ATTENTION.give_back(self.model, self)  # nobody may have waited for the end
+            self._end()  # nobody may have waited for it
 
     def _generation_step(self) -> None:
         """Runs a batch, also where `stop` does not wait for the last one: it forgets at once who makes them."""
         cast(RowProcessor, self._makes_batches)._generation_step(self.model)
 
     def _create_batch_processor(self) -> Any:
-        self._addresses = addresses(self.model)
-        self._take_weights(tensors(self.model))
+        self._made_for = self._found()
+        self._take_weights()
         made = functools.partial(
             RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
         )
@@ -181,7 +197,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             FIFOScheduler=SCHEDULERS["fifo"],
             SCHEDULER_MAPPING=SCHEDULERS,
         )
-        self._makes_batches = create(self)
+        with torch.inference_mode(False):  # what is made here, a thread that is not in this mode may write to later
+            self._makes_batches = create(self)
         return self._makes_batches
 
     @contextmanager
@@ -191,15 +208,16 @@ class RowManager(their_api.ContinuousBatchingManager):
         computed before, and graphs are made anew if weights have moved."""
         with super().pause():
             self._weights += 1
-            before = addresses(self.model)
+            processor = self._makes_batches
             self._wait_for_devices()
             try:
                 yield
             finally:
                 self._wait_for_devices()
-                if addresses(self.model) != before:
-                    self._take_weights(tensors(self.model))
-                    cast(RowProcessor, self._makes_batches).inputs_and_outputs.forget_graphs()
+                self._take_weights()
+                if processor is not None and self._made_for != (found := self._found()):
+                    self._made_for = found
+                    processor.inputs_and_outputs.forget_graphs()
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):
@@ -213,15 +231,16 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._look_for_others()
         return self._weights, writes(self._counting), adapters(self.model)
 
-    def _take_weights(self, found: list[torch.Tensor]) -> None:
-        self._tensors, self._counting = found, counting_writes(found)
+    def _take_weights(self) -> None:
+        self._tensors = tensors(self.model)
+        self._addresses, self._counting = addresses(self._tensors), counting_writes(self._tensors)
 
     def _look_for_others(self) -> None:
-        """Looks whether the model has other weights: PEFT puts some in, and takes some out, under a manager that runs;
-        one adapter may have the name of another that is gone."""
+        """Looks whether the model has other weights: PEFT puts some in, takes some out, and swaps what is in them,
+        under a manager that runs; one adapter may have the name of another that is gone."""
         found = tensors(self.model)
-        if len(found) != len(self._tensors) or any(new is not old for new, old in zip(found, self._tensors)):
-            self._take_weights(found)
+        if [*map(id, found)] != [*map(id, self._tensors)] or addresses(found) != self._addresses:
+            self._take_weights()
             self._weights += 1
 
     # ------------------------------------------------------------------ requests

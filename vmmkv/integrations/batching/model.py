@@ -115,6 +115,8 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), new)
+        if isinstance(kept, RowManager):
+            kept.forget_results()
         results = type(model).generate_batch(
             model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
         )
