@@ -28,10 +28,8 @@ def _in_memory(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights of a model: its buffers, too, which are what some quantized layers have, and biases of experts. Those
-    that several modules have are there as often."""
-    owned = (each for module in _modules(model) for each in (module._parameters, module._buffers))
-    return [each for named in owned for each in named.values() if each is not None]
+    """The weights of a model: its buffers, too, which are what some quantized layers have, and biases of experts."""
+    return [*model.parameters(), *model.buffers()]
 
 
 def counting_writes(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,8 +51,7 @@ def has_adapters(model: Any) -> bool:
     """Whether PEFT has put adapters into a model, or into one that is inside."""
     if _has(model, "peft_config"):
         return True
-    inside = model._modules.values() if isinstance(model, PreTrainedModel) else ()
-    return any(has_adapters(each) for each in inside if each is not None)
+    return isinstance(model, PreTrainedModel) and any(map(has_adapters, model.children()))
 
 
 def adapters(model: Any) -> Hashable:
@@ -62,7 +59,7 @@ def adapters(model: Any) -> Hashable:
     none."""
     if not has_adapters(model):
         return None
-    those = (each for each in _modules(model) if _has(each, "active_adapters"))
+    those = (each for each in model.modules() if _has(each, "active_adapters"))
     tuned = [each for each in those if isinstance(each.active_adapters, list)]  # and no method, as models have it
     return tuple((each.disable_adapters, *_merged(each), *_parts(each)) for each in tuned)
 
@@ -82,12 +79,3 @@ def _has(module: torch.nn.Module, name: str) -> bool:
     """Whether a module's class, or it itself, has an attribute. To ask a module for what it has not takes long, and
     each step asks thousands."""
     return hasattr(type(module), name) or name in vars(module)
-
-
-def _modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """All modules of a model, as `modules` has them but for their order, in less time."""
-    left = [model]
-    while left:
-        module = left.pop()
-        yield module
-        left += [each for each in module._modules.values() if each is not None]
