@@ -34,40 +34,43 @@ class BorrowedAttention:
         """Of the loans."""
         self._loans: WeakKeyDictionary[Any, Loan] = WeakKeyDictionary()
         """By model; models that share a config share one."""
-        self._times: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """By model: how often somebody has begun to use it."""
+        self._alone: dict[object, Any] = {}
+        """The configs of models that are to be left alone, and were, by who asks for that."""
 
     def borrow(self, model: Any, user: object) -> None:
         """Has a model attend so, until this user gives it back, and all others."""
         with self._lock:
+            # First of all: who finds itself alone has not met what follows.
+            for asking in [asking for asking, config in self._alone.items() if config is model.config]:
+                del self._alone[asking]
             before = model.config._attn_implementation
             model.set_attn_implementation(self._name)
             loan = self._loans[model] = self._loan_of(model.config) or Loan(model.config)
             if before != self._name:
                 loan.before = before
             loan.users.add(user)
-            self._times[model] = self._times.get(model, 0) + 1
 
     @contextmanager
     def left_alone(self, model: Any, refused: Exception) -> Iterator[None]:
-        """Raises `refused` if somebody uses a model, or begins to meanwhile: masks that were made for one way to attend
-        would meet the other."""
-        before = self._times_lent(model)
+        """Raises `refused` if somebody uses a model, or one of its config, or begins to meanwhile: masks that were made
+        for one way to attend would meet the other."""
+        asking = object()
         with self._lock:
             if self._loan_of(model.config) is not None:
                 raise refused
+            self._alone[asking] = model.config
         try:
             yield
         except Exception as error:
-            if self._times_lent(model) == before:
+            if asking in self._alone:
                 raise
             raise refused from error
-        if self._times_lent(model) != before:
-            raise refused
-
-    def _times_lent(self, model: Any) -> int:
-        with self._lock:  # or else it may be lent and not counted yet
-            return self._times.get(model, 0)
+        else:
+            if asking not in self._alone:
+                raise refused
+        finally:
+            with self._lock:
+                self._alone.pop(asking, None)
 
     def give_back(self, model: Any, user: object) -> None:
         """Has a model attend as before, unless others use it; of who has it no more, it changes nothing."""
