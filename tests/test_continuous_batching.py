@@ -928,12 +928,10 @@ def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> 
 
 def put_adapter(model: PreTrainedModel) -> torch.Tensor:
     """Gives a model an adapter of its embeddings, as PEFT does, in the place of what it has; returns its weights."""
-    model.peft_config, model.tuned = {}, Adapted()
-    model.tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
-    for hook in list(model.get_input_embeddings()._forward_hooks):
-        del model.get_input_embeddings()._forward_hooks[hook]
-    model.get_input_embeddings().register_forward_hook(lambda layer, given, states: states * model.tuned.weight)
-    return model.tuned.weight
+    tuned = Adapted()
+    tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
+    put_in(model, tuned)
+    return tuned.weight
 
 
 def test_nothing_begins_with_what_other_buffers_have_made(model: PreTrainedModel) -> None:
@@ -1098,6 +1096,9 @@ class Adapted(torch.nn.Module):
     """A layer with adapters, as PEFT has them."""
 
     active_adapters, disable_adapters = ["one"], False
+
+    def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
+        return states * self.weight
 
 
 def test_what_is_saved_with_an_adapter_is_not_asked_how_much_of_it_there_is(model: PreTrainedModel) -> None:
@@ -1370,7 +1371,7 @@ class Tuned(torch.nn.Module):
         return states + self.scaling[name] * states * self.weights[name]
 
 
-def put_in(model: PreTrainedModel, tuned: Tuned) -> None:
+def put_in(model: PreTrainedModel, tuned: Adapted | Tuned) -> None:
     """Gives a model adapters, in the place of those that it has."""
     model.peft_config, model.tuned = {}, tuned
     layer = model.get_input_embeddings()
@@ -2313,19 +2314,22 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
         model.set_attn_implementation("eager")
 
 
+@pytest.mark.parametrize("of_another", [False, True], ids=["its own", "of another one of its config"])
 @pytest.mark.parametrize("begins", [False, True], ids=["ends", "begins and ends"])
 def test_a_manager_that_ends_while_its_model_generates_is_no_reason_for_other_tokens(
-    model: PreTrainedModel, begins: bool
+    model: PreTrainedModel, begins: bool, of_another: bool
 ) -> None:
     """As another thread's may: no mask was made that the model needs to attend by itself."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(10), max_seq_len=100)
-    served = [] if begins else [Served(model)]
+    lent = type(model)(model.config).eval() if of_another else model
+    for each in {model, lent}:
+        rows.enable(each, pool=pool(10), max_seq_len=100)
+    served = [] if begins else [Served(lent)]
     embeddings, layer = model.get_input_embeddings(), model.model.layers[0]
 
     def begin(*_: object) -> None:
         hook.remove()
-        served.extend([Served(model)] * begins)
+        served.extend([Served(lent)] * begins)
         ending.append(layer.register_forward_pre_hook(end))
 
     def end(*_: object) -> None:

@@ -351,15 +351,18 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
 async def _mind_unloading(state: RowState, models: ModelManager) -> None:
     """Has no model unloaded that still answers, since transformers' timers know of its last request alone; and gives
-    back what is left of one that was unloaded, once nobody waits for its answers."""
-    while True:
+    back what is left of one that was unloaded, once nobody waits for its answers. Where none ever is, it does nothing.
+    """
+    while models.model_timeout > 0:
         await asyncio.sleep(0.25)  # timeouts are whole seconds
         answering, loaded = state.answering(), list(models.loaded_models.values())
-        for each in loaded:
-            if answering is not None and each.model is answering:
-                each.reset_timer()
+        there = [(each, getattr(each, "model", None)) for each in loaded]  # a thread may be unloading it
         if answering is None:
-            state.leave_all_but(each.model for each in loaded)
+            state.leave_all_but(model for _, model in there)
+            continue
+        for each, model in there:
+            if model is answering:
+                each.reset_timer()
 
 
 def _make_ready(state: RowState, name: str, loaded: TimedModel) -> None:

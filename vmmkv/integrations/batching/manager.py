@@ -121,13 +121,14 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._compile_layers()
             self._weights += 1
             ranks = ranks_of(self.distributed_helper)
+            self._take_weights()
             if self.batch_processor is not None and not ranks.least(self._made_for == self._found()):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be kept otherwise
             super().start()
 
     def _found(self) -> tuple[Any, ...]:
-        """What rows and graphs are made for: what layers keep of a token, and where weights are."""
-        return self.groups, addresses(tensors(self.model))
+        """What rows and graphs are made for: what layers keep of a token, and where weights were found."""
+        return self.groups, self._addresses
 
     def forget_results(self) -> None:
         """Forgets what earlier requests have made and nobody has taken, unless it runs: `generate_batch` would take it
@@ -185,8 +186,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         cast(RowProcessor, self._makes_batches)._generation_step(self.model)
 
     def _create_batch_processor(self) -> Any:
-        self._made_for = self._found()
         self._take_weights()
+        self._made_for = self._found()
         made = functools.partial(
             RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
         )
