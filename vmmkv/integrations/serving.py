@@ -350,19 +350,22 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
 
 async def _mind_unloading(state: RowState, models: ModelManager) -> None:
-    """Has no model unloaded that still answers, since transformers' timers know of its last request alone; and gives
-    back what is left of one that was unloaded, once nobody waits for its answers. Where none ever is, it does nothing.
-    """
+    """Looks after models that are unloaded if nobody asks for them; where none ever is, it does nothing."""
     while models.model_timeout > 0:
         await asyncio.sleep(0.25)  # timeouts are whole seconds
-        answering, loaded = state.answering(), list(models.loaded_models.values())
-        there = [(each, getattr(each, "model", None)) for each in loaded]  # a thread may be unloading it
-        if answering is None:
-            state.leave_all_but(model for _, model in there)
-            continue
-        for each, model in there:
-            if model is answering:
-                each.reset_timer()
+        _leave_unloaded(state, models)  # a function: what it holds of a model is not held while this one sleeps
+
+
+def _leave_unloaded(state: RowState, models: ModelManager) -> None:
+    """Has no model unloaded that still answers, since transformers' timers know of its last request alone; and gives
+    back what is left of one that was unloaded, once nobody waits for its answers."""
+    answering, loaded = state.answering(), list(models.loaded_models.values())
+    there = [getattr(each, "model", None) for each in loaded]  # a thread may be unloading it
+    if answering is None:
+        state.leave_all_but(there)
+    else:
+        for each in (each for each, model in zip(loaded, there) if model is answering):
+            each.reset_timer()
 
 
 def _make_ready(state: RowState, name: str, loaded: TimedModel) -> None:
