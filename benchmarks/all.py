@@ -1,14 +1,13 @@
 """All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
 
     python -m benchmarks.all [--kind gpu|serving|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]...
-                             [--skip NAME]... [--older] [--seconds N] [--list]
+                             [--skip NAME]... [--seconds N] [--list]
 
 Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
 whatever has become of it, as long as the minutes of all are not over: of no kind are they more than 30. What failed, or
 was not begun, is named at the end. With `--only`, each that was asked for may take its double. With `--seconds` all of
 them end within so many: what has no room for its minutes is not begun, and one that knows a budget gets what is left at
-most. `--older` leaves those whose result, of this machine's GPU, is missing or older than the code that it measures,
-and begins with the oldest; otherwise the first of those that serve compiles what others run. A result takes the place
+most. The first of those that serve compiles what others run. A result takes the place
 of the old one when it is whole; one whose benchmark had to be stopped says itself what it misses, if it could still be
 written.
 """
@@ -30,7 +29,7 @@ import typer
 
 from vmmkv.cli.output import console, errors, make_table
 
-from .ages import RESULTS, ROOT, ages
+from .newest import RESULTS, ROOT
 from .processes import run_command
 
 
@@ -215,7 +214,6 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
     vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="In which vLLM is unpacked.")] = None,
-    older: Annotated[bool, typer.Option("--older", help="Run those whose result is missing or old.")] = False,
     seconds: Annotated[float | None, typer.Option(min=1, help="That all of them may take together.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Say what would run, and for how long at most.")] = False,
 ) -> None:
@@ -233,7 +231,6 @@ def main(
         if (name in only if only else benchmark.kind == kind) and name not in (skip or [])
         if vllm or "{vllm}" not in benchmark.command
     }
-    chosen = outdated(chosen) if older else chosen
     if show:
         rows = [
             (name, benchmark.kind, f"{benchmark.minutes:g}", benchmark.command) for name, benchmark in chosen.items()
@@ -248,14 +245,6 @@ def main(
     console.print(make_table("Benchmarks", ("name", "seconds", ""), outcomes))
     if any(reason != "written" for *_, reason in outcomes):
         raise typer.Exit(1)
-
-
-def outdated(chosen: dict[str, Benchmark]) -> dict[str, Benchmark]:
-    """Those whose result of this machine is missing or older than its code, the oldest first."""
-    known = {age.name: age for age in ages(ROOT)}
-    found = {name: known.get(result_of(name, benchmark).name) for name, benchmark in chosen.items()}
-    dates = {name: age.date if age else "" for name, age in found.items() if age is None or age.changed != []}
-    return {name: chosen[name] for name in sorted(dates, key=dates.__getitem__)}
 
 
 def run_all(

@@ -30,7 +30,7 @@ import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from benchmarks import aims
+from benchmarks import comparisons
 from benchmarks.batching_logits import logit_distances
 from benchmarks.batching_tables import BLOCKS, batching_table, compare, first_tokens_table
 from benchmarks.batching_vllm import serve_beside
@@ -306,7 +306,7 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['workload']}", *batching_table(result)))
     console.print(make_table("Reuse", *first_tokens_table(result)))
-    console.print(make_table("Aims", aims.COLUMNS, aims.lines(result["comparisons"])))
+    console.print(make_table("Comparisons", comparisons.COLUMNS, comparisons.lines(result["comparisons"])))
 
 
 if __name__ == "__main__":

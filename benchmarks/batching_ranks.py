@@ -31,7 +31,7 @@ import torch.distributed as dist
 import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from benchmarks import aims
+from benchmarks import comparisons
 from benchmarks.batching import COMPILED, ROWS, Answers, compare_answers, manager_of, run, warm_up
 from benchmarks.batching_tables import compare_ranks, ranks_table
 from benchmarks.environment import environment, print_result
@@ -302,7 +302,7 @@ def report(result: Row, json_output: bool) -> None:
 
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['layers']} layers", *ranks_table(result)))
-    console.print(make_table("Aims", aims.COLUMNS, aims.lines(result["comparisons"])))
+    console.print(make_table("Comparisons", comparisons.COLUMNS, comparisons.lines(result["comparisons"])))
     for what in result["missed"]:
         console.print(f"not reached in time: {what}")
 

@@ -6,7 +6,6 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from benchmarks import aims
 from vmmkv.stats import format_bytes
 
 Result = dict[str, Any]
@@ -14,8 +13,6 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 BLOCKS = "blocks, "
 """How systems of transformers' own cache are called, with the attention behind it."""
 VLLM = "vLLM"
-ENGINES = {"Llama-3.1-8B": 4287}
-"""By models, output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set."""
 
 
 def batching_table(result: Result) -> Table:
@@ -50,64 +47,57 @@ def by_cache(result: Result) -> tuple[list[Result], list[Result]]:
 
 
 def compare(result: Result) -> list[Result]:
-    """What was aimed at on one GPU, and what was reached: medians of the rounds."""
-    ours, (blocks, *others) = by_cache(result)
+    """Compares medians of the rounds on one GPU."""
+    ours, blocks = by_cache(result)
     peer_speeds = [row["tokens_per_s"] for row in beside(result)]
     found = []
     for system, rounds in groupby(ours, key=lambda row: row["system"]):
         rows = list(rounds)
         speed = median(row["tokens_per_s"] for row in rows)
-        for peer, least in ((blocks, 10), *((other, 1) for other in others)):
+        for peer in blocks:
             times = speed / peer["tokens_per_s"] if peer["tokens_per_s"] else None  # none of its requests had finished
-            found.append(aims.compared(result, f"tokens/s on {system} over {peer['system']}", times, least=least))
+            found.append({"what": f"tokens/s on {system} over {peer['system']}", "value": times})
         if peer_speeds:
-            times = speed / median(peer_speeds)
-            found.append(aims.compared(result, f"tokens/s on {system} over {VLLM}", times, least=1))
-        if engine := ENGINES.get(result["model"]):
-            found.append(
-                aims.compared(result, f"tokens/s on {system} over the engine's {engine:,}", speed / engine, least=0.9)
-            )
+            found.append({"what": f"tokens/s on {system} over {VLLM}", "value": speed / median(peer_speeds)})
         wastes = [(row["waste"], row["most_waste"]) for row in rows if row["waste"] is not None]
         for name, of_rounds, parts in zip(("median", "most"), (median, max), zip(*wastes)):
             excess = of_rounds(part / (1 - part) for part in parts)
             what = f"memory beside live tokens on {system}, of theirs, {name}"
-            found.append(aims.compared(result, what, excess, most=0.02))
+            found.append({"what": what, "value": excess})
         ahead = [row["surplus_bytes"] / result["memory_bytes"] for row in rows if row.get("surplus_bytes") is not None]
         if ahead:
             what = f"mapped ahead, known or parked beside that on {system}, of all memory, median"
             found.append({"what": what, "value": median(ahead)})
         for row in rows:
             if "equal" in row:
-                what = f"of {row['compared']} requests on {system}, equal to {blocks['system']}"
+                what = f"of {row['compared']} requests on {system}, equal to {blocks[0]['system']}"
                 found.append({"what": f"{what}: all tokens", "value": row["equal"]})
                 found.append({"what": f"{what}: tokens before the first that differs", "value": row["equal_tokens"]})
     first = result["first_tokens"]
     what = f"first token of {first['tokens']:,} tokens, {first['known']:.0%} of them known: times as early"
-    found.append(aims.compared(result, what, first["new_s"] / first["known_s"], least=5))
+    found.append({"what": what, "value": first["new_s"] / first["known_s"]})
     if logits := result.get("logits"):
         far = f"log probabilities' distance from fp32, of their norm, {logits['layers']} layers"
         found += [{"what": f"{far}, {name}", "value": logits[name]} for name in ("rows", "own")]
-        found.append(aims.compared(result, f"{far}: rows over own", logits["rows"] / logits["own"], most=2))
+        found.append({"what": f"{far}: rows over own", "value": logits["rows"] / logits["own"]})
     return found
 
 
 def compare_ranks(result: Result) -> list[Result]:
-    """What was aimed at on two GPUs, and what was reached: medians of the rounds."""
+    """Compares medians of the rounds on two GPUs with those on one."""
     speeds = {
         ranks: median(row["tokens_per_s"] for row in rows)
         for ranks, rows in groupby(result["served"], key=lambda row: row["ranks"])
     }
     waits = [max(row["driver_s"]) / row["seconds"] for row in result["served"] if row["ranks"] == 2]
     found = [
-        aims.compared(result, "tokens/s on two GPUs over one", speeds[2] / speeds[1], least=1.6),
-        aims.compared(
-            result, "of the time in the driver on two, of the GPU where it was more, most", max(waits), most=0.01
-        ),
+        {"what": "tokens/s on two GPUs over one", "value": speeds[2] / speeds[1]},
+        {"what": "of the time in the driver on two, of the GPU where it was more, most", "value": max(waits)},
     ]
     if steps := [row["delay_of_step"] for row in result["served"] if row["ranks"] == 2 and row.get("delay_of_step")]:
         what = "of a step, by which the driver delayed it on two, of the GPU where it was more"
         found.append({"what": f"{what}, 99th percentile", "value": max(step["p99"] for step in steps)})
-        found.append(aims.compared(result, f"{what}, most", max(step["most"] for step in steps), most=0.01))
+        found.append({"what": f"{what}, most", "value": max(step["most"] for step in steps)})
     for row in result["served"]:
         if "equal" in row:
             what = f"round {row['round']}, of {row['compared']} requests on two GPUs equal to one"

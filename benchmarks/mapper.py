@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from math import inf
 from statistics import median
 from time import perf_counter, sleep
 from typing import Annotated, Any, NamedTuple
@@ -103,7 +102,7 @@ def main(
     result["launching"] = launching(bench, sequences, min(steps, LAUNCH_STEPS), rounds, launches)
     result["restless"] = restless(bench, rounds)
     result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
-    result |= {"missed": bench.missed, "comparisons": compare(result)}
+    result["missed"] = bench.missed
     if json_output:
         print_result(result)
     else:
@@ -333,36 +332,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def compare(result: Row) -> list[Row]:
-    """What the benchmark is for, and what we aim at; on a GPU only."""
-    found: list[Row] = []
-
-    def add(what: str, value: float, at_least: float = 0.0, at_most: float = inf) -> None:
-        found.append({"what": what, "value": value})
-        if "cuda_driver" in result["environment"] and (at_least, at_most) != (0.0, inf):
-            aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
-            found[-1] |= {"aim": aim, "met": at_least <= value <= at_most}
-
-    ways = {row["way"]: row for row in result["decode"]}
-    if AHEAD in ways:
-        add("decode loop, mapper over mapped before, seconds", ways[AHEAD]["of_mapped_before"], at_most=1.01)
-        share = 1 - ways[AHEAD]["extends_with_a_call"]
-        add("extends without a driver call of the caller's", share, at_least=0.999)
-        add("steps without one", 1 - ways[AHEAD]["steps_with_a_call"])
-    if IN_NEED in ways:
-        add("decode loop, no mapper over mapped before, seconds", ways[IN_NEED]["of_mapped_before"])
-    for row in result["launching"]:
-        if row["way"] == AHEAD:
-            add(
-                "eager launches in a decode loop, beside the mapper, time of one", row["of_mapped_before"], at_most=1.02
-            )
-    if result["restless"]:
-        add("eager launches beside a mapper that never rests, of those alone", result["restless"]["of_alone"])
-    for row, aim in zip([row for row in result["prompts"] if row["frames"] == LARGE], (2.0, 15.0, 15.0)):
-        add(f"{row['what']}, ms", row["median"], at_most=aim)
-    return found
-
-
 def show(result: Row) -> None:
     """Prints a table for each part that was reached."""
     for title, (columns, rows) in {
@@ -372,8 +341,6 @@ def show(result: Row) -> None:
     }.items():
         if rows:
             console.print(make_table(title, columns, rows))
-    for row in result["comparisons"]:
-        console.print(f"{row['what']}: {row['value']:.5g}" + (f" (aim {row['aim']})" if "aim" in row else ""))
     for what in result["missed"]:
         console.print(f"not reached in time: {what}")
 

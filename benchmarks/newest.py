@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
+RESULTS = "benchmarks/results"
 GPU = "_gpu.json"
 """What the source of a table ends with for a result of any kind of GPU: `allocator_gpu.json` is the newest of
 `allocator_h100.json`, `allocator_h200.json` and so on."""
@@ -16,17 +18,20 @@ def newest(results: Path, source: str) -> Path:
     name = source.removesuffix(GPU)
     kinds = re.compile(rf"{re.escape(name)}_[a-z]+\d+\.json")
     found = [path for path in results.glob(f"{name}_*.json") if source.endswith(GPU) and kinds.fullmatch(path.name)]
-    return max(found, key=_date, default=results / source)
+    return max(found, key=lambda path: str(facts(path).get("date", "")), default=results / source)
 
 
 def caption(paths: list[Path]) -> str:
-    """On which GPUs the results of a table were measured, and when."""
+    """The device, the date and the commit of each result of a table."""
     groups: dict[str, list[str]] = {}
     for path in paths:
-        facts = json.loads(path.read_text())["environment"]
-        groups.setdefault(f"{' '.join(facts['device'].split()[:2])}, {facts['date'][:10]}", []).append(f"`{path.name}`")
+        of = {"device": "device unknown", "date": "date unknown", "commit": "unknown"} | facts(path)
+        where = f"{' '.join(of['device'].split()[:2])}, {of['date'][:10]}, commit {of['commit']}"
+        groups.setdefault(where, []).append(f"`{path.name}`")
     return f"<sub>{'; '.join(f'{where}: ' + ', '.join(names) for where, names in groups.items())}</sub>"
 
 
-def _date(path: Path) -> str:
-    return str(json.loads(path.read_text()).get("environment", {}).get("date", ""))
+def facts(path: Path) -> dict[str, str]:
+    """What a result file says of where, when and with which code it was measured."""
+    found: dict[str, str] = json.loads(path.read_text()).get("environment", {})
+    return found

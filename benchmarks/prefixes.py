@@ -25,7 +25,6 @@ from vmmkv.memory.driver import Driver
 from vmmkv.memory.frames import LARGE
 from vmmkv.reuse.promoting import HOT
 
-from .aims import COLUMNS, compared, lines
 from .allocator import microseconds, spread
 from .geometry import LAYOUT, open_geometry
 from .sharing import calls_of, calls_since
@@ -34,8 +33,6 @@ Row = dict[str, Any]
 TURN = 8
 """Tokens that a chat's next turn, or a request, has behind what is known."""
 NEXT_TURN, HIT, MOVED = "a chat's next turn", "a hit beside a live sequence", "a hit on pages that have moved"
-AIMS = {NEXT_TURN: 100, HIT: 1500, MOVED: 1500}
-"""µs at most, where prompts lie on large frames."""
 
 
 def beginnings(driver: Driver, layout: KVLayout, tokens: int, large: bool, rounds: int) -> list[Row]:
@@ -129,21 +126,10 @@ def main(
         for row in beginnings(driver, layout, tokens, large, rounds)
     ]
     result["starts"].append(moved(driver, layout, tokens, rounds))
-    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
         console.print(make_table(f"Starts on {tokens:,} known tokens", *start_table(result)))
-        console.print(make_table("Aims", COLUMNS, lines(result["comparisons"])))
-
-
-def compare(result: Row) -> list[Row]:
-    """What starts on large frames take, and what we aim at."""
-    return [
-        compared(result, f"{row['what']}, µs", row["start_us"], most=AIMS[row["what"]])
-        for row in result["starts"]
-        if row["large_frames"] and row["what"] in AIMS
-    ]
 
 
 def start_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -5,9 +5,7 @@
 A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
 has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
 digest of its result file and is drawn anew when that changes. Figures in prose are looked for in the result files that
-their paragraph names; where figures are measured ones, it has to name one. A file that is older than the code it
-measures is an error, unless `older.txt` names it and says why it is still there: it has to be measured anew, on its
-machine, or to go (`benchmarks.ages` says what has changed).
+their paragraph names; where figures are measured ones, it has to name one.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import typer
 from vmmkv.cli.output import console, errors
 
 from . import fragmentation, idle, reuse
-from .ages import OLDER, RESULTS, ROOT, ages, has_history, reasons
 from .cited import nameless, unheld
-from .newest import GPU, caption, newest
+from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
 from .tables import TABLES
 
@@ -64,8 +61,7 @@ def fill(text: str, results: Path) -> tuple[str, set[str]]:
         told = None if absent else TABLES[name].write(*(json.loads(path.read_text()) for path in paths))
         if told is None:
             return match[0]
-        on_gpus = [path for source, path in zip(TABLES[name].sources, paths) if source.endswith(GPU)]
-        where = f"\n{caption(on_gpus)}\n" if on_gpus else ""
+        where = f"\n{caption(paths)}\n" if paths else ""
         return f"{opening}{told}\n{where}{closing}"
 
     filled, tables = MARKED.subn(write, text)
@@ -86,18 +82,6 @@ def uncited(root: Path) -> list[str]:
     measuring = [root / name for name in MEASURING if (root / name).exists()]
     found += [(path, what) for path in measuring for what in nameless(path.read_text())]
     return [f"{path.relative_to(root)}: {what}" for path, what in found]
-
-
-def outdated(root: Path) -> list[str]:
-    """Result files that are older than the code they measure but not known to be, and those that are said to be and are
-    not; none where there is no history to tell it from."""
-    if not has_history(root):
-        return []
-    old, known = {age.name: age.line for age in ages(root) if age.changed != []}, reasons(root / OLDER)
-    return [f"{name} is older than its code: {old[name]}" for name in sorted(old.keys() - known.keys())] + [
-        f"{name} is not older than its code, or is not there: {OLDER} need not name it"
-        for name in sorted(known.keys() - old.keys())
-    ]
 
 
 def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
@@ -139,7 +123,7 @@ def main(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Write nothing; exit with 1 where a file is out of date or old, or a figure in no file."
+            "--check", help="Write nothing; exit with 1 where a table is out of date, or a figure in no file."
         ),
     ] = False,
 ) -> None:
@@ -149,7 +133,7 @@ def main(
         errors.print(f"There is no {RESULTS}/{source}: what it tells stays as it is", style="yellow")
     for path in stale:
         console.print(f"{path} is out of date: run python -m benchmarks.report" if check else f"Wrote {path}")
-    wrong = uncited(ROOT) + outdated(ROOT)
+    wrong = uncited(ROOT)
     for what in wrong:
         console.print(what)
     if check and (stale or wrong):

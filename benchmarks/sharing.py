@@ -28,7 +28,6 @@ from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.driver import Driver
 from vmmkv.memory.frames import LARGE
 
-from .aims import COLUMNS, compared, lines
 from .allocator import in_turns, microseconds, raw_calls, spread
 from .geometry import LAYOUT, open_geometry
 
@@ -38,8 +37,6 @@ SHORTER = 7
 """Tokens that the second prompt has less than the first."""
 QUEUE = 500
 """Kernels that wait in a queue on a GPU."""
-RATIO = 1.1
-"""We aim at forks that take no longer than so many times their driver calls by hand."""
 
 
 def make_cache(driver: Driver, layout: KVLayout, tokens: int, sequences: int, own: int, large: bool) -> KVCache:
@@ -314,20 +311,10 @@ def main(
     ]
     result["kernels"] = kernels(driver, layout, tokens, launches, rounds)
     result["sampling"] = [sampling(driver, layout, length, samples, new_tokens, large) for length, large in prompts]
-    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
         show(result)
-
-
-def compare(result: Row) -> list[Row]:
-    """How much longer forks on large frames take than their calls by hand, and what we aim at."""
-    return [
-        compared(result, f"{prompt(row)}, {row['forks']} at once: time over by hand", row["ratio"], most=RATIO)
-        for row in result["forking"]
-        if row["large_frames"]
-    ]
 
 
 def show(result: Row) -> None:
@@ -339,7 +326,6 @@ def show(result: Row) -> None:
         ("Pages of samples of one prompt", sample_table),
     ):
         console.print(make_table(title, *table(result)))
-    console.print(make_table("Aims", COLUMNS, lines(result["comparisons"])))
 
 
 Lines = tuple[tuple[str, ...], list[tuple[str, ...]]]

@@ -26,7 +26,6 @@ from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.driver import open_driver
 
-from .aims import COLUMNS, compared, lines
 from .geometry import layout_on
 from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, synchronize
 
@@ -36,8 +35,6 @@ IN_STREAM_ORDER = 1
 """`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`."""
 Places = npt.NDArray[np.uint64]
 SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
-SHARE = 0.9
-"""Of one copy's bandwidth, that we aim at."""
 
 
 class Way(Protocol):
@@ -215,22 +212,10 @@ def main(
         "out": figures(out, nbytes),
         "back": figures(back, nbytes),
     }
-    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
         console.print(make_table(f"{format_bytes(nbytes)} to the host and back, {place}", *way_table(result)))
-        console.print(make_table("Aims", COLUMNS, lines(result["comparisons"])))
-
-
-def compare(result: Row) -> list[Row]:
-    """Of one copy's bandwidth what suspending and resuming reach, and what we aim at."""
-    return [
-        compared(result, f"{row['way']}, {where}, of one copy", row["ratio"], least=SHARE)
-        for where, rows in (("to the host", result["out"]), ("back", result["back"]))
-        for row in rows
-        if row["way"] in (SUSPENDED, SUSPENDED_NEW)
-    ]
 
 
 def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -19,8 +19,8 @@ from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
-    aims,
     batching_tables,
+    comparisons,
     counters_tables,
     eight_bits_tables,
     fragmentation,
@@ -40,8 +40,7 @@ from . import (
     swap,
     transfer,
 )
-from .ages import ROOT, Age, ages, has_history
-from .attention import aims_tables
+from .attention import comparisons as kernel_comparisons
 from .attention import tables as attention_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
@@ -83,27 +82,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
-# ------------------------------------------------------------------ where figures are from
-
-
-@table()
-def result_files() -> str | None:
-    """What each result file was measured on, and whether the code that it measures is still the same; None: without
-    history nobody can say."""
-    if not has_history(ROOT):
-        return None
-    rows = [
-        (f"`{age.name}`", age.device.removeprefix("NVIDIA "), age.date[:10], age.commit[:7], changes(age))
-        for age in ages(ROOT)
-    ]
-    return markdown(("file", "measured on", "date", "commit", "its code since"), rows)
-
-
-def changes(age: Age) -> str:
-    """Whether what was measured has changed since."""
-    if age.changed is None:
-        return "not known"
-    return "changed" if age.changed else f"the same, but for {age.mends} mends" if age.mends else "the same"
+def comparisons_table(rows: Iterable[Result]) -> str:
+    return markdown(comparisons.COLUMNS, comparisons.lines(rows))
 
 
 # ------------------------------------------------------------------ the first screen
@@ -282,9 +262,9 @@ def attention_rotary(result: Result) -> str:
     return markdown(("kernel", "sequences", "µs", "µs of the host"), rows) if rows else NOT_MEASURED
 
 
-@table("attention_gpu.json", "attention_shapes_gpu.json", "attention_small_gpu.json", "eight_bits.json")
-def attention_aims(result: Result, shapes: Result, small: Result, eight_bits: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, small, eight_bits)))
+@table("attention_gpu.json", "attention_small_gpu.json")
+def attention_comparisons(result: Result, small: Result) -> str:
+    return comparisons_table(kernel_comparisons.compare(result, small))
 
 
 def grouped(case: str) -> str:
@@ -500,12 +480,8 @@ def prompts_table(result: Result) -> str | None:
     return markdown(columns, map(serving.prompt_line, result["prefill"])) if result["prefill"] else None
 
 
-def comparisons_table(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(result["comparisons"]))
-
-
 def serving_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(serving.compare(result)))
+    return comparisons_table(serving.compare(result))
 
 
 for name, source in (("rates", "serve_rates_gpu.json"), ("rates-qwen3", "serve_rates_qwen3_gpu.json")):
@@ -581,10 +557,9 @@ def moves_table(result: Result) -> str:
     return markdown(pools.MOVES, pools.moves(result))
 
 
-TABLES["mapper-comparisons"] = Table(("mapper_gpu.json",), comparisons_table)
 TABLES["pools"] = Table(("pools_gpu.json",), modes_table)
 TABLES["pool-moves"] = Table(("pools_gpu.json",), moves_table)
-TABLES["pool-comparisons"] = Table(("pools_gpu.json",), comparisons_table)
+TABLES["pool-comparisons"] = Table(("pools_gpu.json",), lambda result: comparisons_table(pools.compare(result)))
 
 
 # ------------------------------------------------------------------ forks
@@ -605,19 +580,9 @@ def samples(result: Result) -> str:
     return markdown(*sharing.sample_table(result))
 
 
-@table("sharing_gpu.json")
-def forking_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(sharing.compare(result)))
-
-
 @table("prefixes_gpu.json")
 def beginnings(result: Result) -> str:
     return markdown(*prefixes.start_table(result))
-
-
-@table("prefixes_gpu.json")
-def beginnings_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(prefixes.compare(result)))
 
 
 @table("prefix_tree.json")
@@ -643,19 +608,9 @@ def swapping(result: Result) -> str:
     return markdown(*swap.way_table(result))
 
 
-@table("swap_gpu.json")
-def swapping_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(swap.compare(result)))
-
-
 @table("transfer_gpu.json")
 def handing_over(result: Result) -> str:
     return markdown(*transfer.way_table(result))
-
-
-@table("transfer_gpu.json")
-def handing_over_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(transfer.compare(result)))
 
 
 @table()
@@ -693,7 +648,7 @@ def batching_first_tokens(result: Result) -> str:
 
 @table("batching_gpu.json")
 def batching_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(batching_tables.compare(result)))
+    return comparisons_table(batching_tables.compare(result))
 
 
 @table("batching_ranks_gpu.json")
@@ -703,7 +658,7 @@ def batching_ranks(result: Result) -> str:
 
 @table("batching_ranks_gpu.json")
 def batching_ranks_comparisons(result: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(batching_tables.compare_ranks(result)))
+    return comparisons_table(batching_tables.compare_ranks(result))
 
 
 # ------------------------------------------------------------------ 8 bits

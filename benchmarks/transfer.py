@@ -31,7 +31,6 @@ from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, format_bytes, make_table
 from vmmkv.memory.driver import open_driver
 
-from .aims import COLUMNS, compared, lines
 from .geometry import layout_on
 from .processes import run_processes
 
@@ -41,8 +40,6 @@ PIECE = 32 << 10
 WARM_UP = 3
 """Rounds that are not counted: NCCL connects, the receiver's row gets its pages."""
 PLAIN, SENT, SENT_NEW = "plain tensors", "send() and receive()", "send() and receive(), onto new pages"
-SHARE = 0.95
-"""Of the bandwidth of plain tensors, that we aim at."""
 
 Row = dict[str, Any]
 
@@ -253,7 +250,6 @@ def main(
         "rounds": rounds,
         "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
     }
-    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
@@ -285,21 +281,11 @@ def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
     return rows
 
 
-def compare(result: Row) -> list[Row]:
-    """Of the bandwidth of plain tensors what sequences reach, and what we aim at on pages that are there."""
-    return [
-        compared(result, f"{row['way']}, of plain tensors", row["ratio"], least=SHARE if row["way"] == SENT else None)
-        for row in result["ways"]
-        if row["way"] in (SENT, SENT_NEW)
-    ]
-
-
 def show(result: Row) -> None:
-    """Prints a line for each way, and what we aim at."""
+    """Prints a line for each way."""
     size = format_bytes(result["tokens"] * result["token_bytes"])
     title = f"{size} to another process, {result['environment']['device']}, {result['backend']}"
     console.print(make_table(title, *way_table(result)))
-    console.print(make_table("Aims", COLUMNS, lines(result["comparisons"])))
 
 
 def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -15,7 +15,6 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import all as every
-from benchmarks.ages import Age
 from benchmarks.report import PLOTS
 from benchmarks.tables import TABLES
 from vmmkv.cli.app import app
@@ -125,34 +124,15 @@ def test_within_seconds_one_without_a_budget_begins_if_there_is_room_for_all_of_
     assert 60 < int(written["budgeted"][0]) < 125
 
 
-def test_old_are_those_without_a_result_of_this_gpu_and_those_whose_code_has_changed(
-    results: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu, host = every.Kind.GPU, every.Kind.HOST
-    kinds = {"late": gpu, "other_gpu": gpu, "early": gpu, "same": gpu, "unknown": host, "new": host}
-    monkeypatch.setattr(
-        every, "BENCHMARKS", {name: every.Benchmark(kind, 1, "-c pass") for name, kind in kinds.items()}
-    )
-    files = {
-        "late_h100.json": ("2026-03", ["vmmkv.cache"]),
-        "late_h200.json": ("2026-01", []),
-        "other_gpu_h200.json": ("2026-03", []),
-        "early_h100.json": ("2026-01", ["vmmkv.cache"]),
-        "same_h100.json": ("2026-01", []),
-        "same_h200.json": ("2026-01", ["vmmkv.cache"]),
-        "unknown.json": ("2026-02", None),
-        "new.json": ("2026-02", []),
-    }
-    found = [Age(name, date, "", "", changed) for name, (date, changed) in files.items()]
-    monkeypatch.setattr(every, "ages", lambda root: found)
+def test_results_are_named_after_the_gpu(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, host = (every.Benchmark(kind, 1, "-c pass") for kind in (every.Kind.GPU, every.Kind.HOST))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(typer.BadParameter, match="torch sees none"):
-        every.outdated(every.BENCHMARKS)
+        every.result_of("some", gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert list(every.outdated(every.BENCHMARKS)) == ["other_gpu", "early", "unknown", "late"]
-    listed = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "gpu", "--older", "--list"]).stdout
-    assert listed.index("other_gpu") < listed.index("early") < listed.index("late")
-    assert "same" not in listed
+    assert every.result_of("some", gpu) == results / "some_h100.json"
+    assert every.result_of("some", host) == results / "some.json"
 
 
 def test_what_runs_can_be_chosen(results: Path) -> None:

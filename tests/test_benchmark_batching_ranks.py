@@ -123,7 +123,7 @@ def test_the_slowest_rank_counts_in_each_step() -> None:
     found = {(0, len(each)): batching_ranks.together(each) for each in (written, written[:1])}
     rows = batching_ranks.rows_of(found)
     assert [(row["delayed"], row["delay_of_step"]["p50"]) for row in rows] == [(1, 0.125), (2, 0.25)]
-    told = {row["what"]: row for row in compare_ranks({"environment": {"cuda_driver": "13.0"}, "served": rows})}
+    told = {row["what"]: row for row in compare_ranks({"served": rows})}
     most = told["of a step, by which the driver delayed it on two, of the GPU where it was more, most"]
-    assert (most["value"], most["met"]) == (0.25, False)
+    assert most["value"] == 0.25
     assert "99th percentile" in " ".join(told)

@@ -39,9 +39,3 @@ def test_it_measures_all_of_it() -> None:
     assert len(result["starts"]) == 9
     assert all(row["start_us"] > 0 for row in result["starts"])
     assert tables.TABLES["beginnings"].write(result).count("\n") == 10
-    assert tables.TABLES["beginnings-comparisons"].write(result).count("\n") == 4
-    assert {row["what"]: row["value"] for row in result["comparisons"]} == {
-        f"{row['what']}, µs": row["start_us"]
-        for row in result["starts"]
-        if row["large_frames"] and row["what"] in prefixes.AIMS
-    }

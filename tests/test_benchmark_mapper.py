@@ -16,7 +16,7 @@ from benchmarks.geometry import open_geometry
 
 APP = Typer()
 APP.command()(mapper.main)
-TABLES = "mapper-decode", "mapper-launches", "mapper-prompts", "mapper-comparisons"
+TABLES = "mapper-decode", "mapper-launches", "mapper-prompts"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     mapper.show(result)
-    parts = [result["decode"], result["launching"], result["prompts"], result["comparisons"]]
+    parts = [result["decode"], result["launching"], result["prompts"]]
     for name, rows in zip(TABLES, parts):
         written = str(tables.TABLES[name].write(result))
         assert written.count("\n") >= 2 if rows else written == "Not measured yet."
@@ -53,7 +53,6 @@ def test_it_compares_ways_to_have_pages(monkeypatch: pytest.MonkeyPatch) -> None
         assert 0 < row["min"] <= row["median"] <= row["max"]
     assert [row["frames"] for row in result["prompts"]] == list(mapper.FRAMES) * 3
     assert result["missed"] == []
-    assert not any("met" in row for row in result["comparisons"])  # there are no aims without a GPU
 
 
 @pytest.mark.parametrize("way", mapper.WAYS)
@@ -76,18 +75,3 @@ def test_it_says_what_it_did_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         "decoding",
         "decoding without a mapper",
     ]
-
-
-def test_aims_are_for_gpus() -> None:
-    loops = [
-        {"way": way, "of_mapped_before": of, "extends_with_a_call": share, "steps_with_a_call": share}
-        for way, of, share in ((mapper.MAPPED, 1.0, 0.0), (mapper.AHEAD, 1.02, 0.0005))
-    ]
-    prompts = [
-        {"what": what, "frames": frames, "median": ms}
-        for what, ms in (("a", 1.9), ("b", 15.1), ("c", 3.0))
-        for frames in mapper.FRAMES
-    ]
-    result = {"environment": {"cuda_driver": "13.0"}, "decode": loops, "launching": loops, "restless": {}}
-    found = mapper.compare(result | {"prompts": prompts})
-    assert [row.get("met") for row in found] == [False, True, None, True, True, False, True]

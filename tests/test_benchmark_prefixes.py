@@ -126,7 +126,6 @@ def test_the_tree_is_measured() -> None:
         assert 0 < row["us"]["p10"] <= row["us"]["median"] <= row["us"]["p90"]
         assert row["mb_per_s"] == row["found_tokens"] * 8 / row["us"]["median"]
     assert all(row["median"] > 0 for row in result["changes"].values() if isinstance(row, dict))
-    assert len(result["comparisons"]) == 2
     prefix_tree.show(result)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from importlib.metadata import version
 from pathlib import Path
@@ -493,7 +492,7 @@ def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
     assert same_tokens(run, other) == 0.5
 
 
-def test_comparisons_know_their_aims() -> None:
+def test_comparisons_are_ratios_of_medians() -> None:
     def row(backend: str, load: str, **changes: float) -> dict[str, Any]:
         usual = {"output_tokens_per_s": 100.0, "crowded_concurrency": 50.0, "manager_us": 10.0}
         usual |= {"first_token_s": 1.0, "manager_p99_us": 20.0} | changes
@@ -509,34 +508,24 @@ def test_comparisons_know_their_aims() -> None:
         {"backend": backend, "kernel": kernel, "tokens_per_s": speed, "attention_tokens_per_s": 2 * speed}
         for backend, kernel, speed in (("vmm", "fa3", 118.0), ("paged", "flashinfer", 100.0))
     ]
-    result = {"environment": {"cuda_driver": "13.0"}, "serving": serving, "prefill": prompts}
-    found = {line["what"]: line for line in compare(result)}
-    assert {what: line.get("met") for what, line in found.items() if "load" not in what} == {
-        "t, saturation: vmm over paged, tokens/s": True,
-        "t, saturation: vmm over paged, concurrency while others wait": True,
-        "t, saturation: vmm over paged, time to first token behind the queue": True,
-        "t, saturation: vmm over paged, cache manager's host time a step": False,
-        "t, saturation: vmm over paged, in the slowest hundredth": True,
-        "t, saturation: vmm over paged, memory when idle": True,
-        "t, saturation: vmm over vllm, tokens/s": True,
-        "t, saturation: vmm over vllm, time to first token behind the queue": None,
-        "t, saturation: vmm over static, tokens/s": None,
-        "t, saturation: vmm over static, concurrency while others wait": True,
-        "prompts: vmm fa3 over paged flashinfer, whole prefill": False,
-        "prompts: vmm fa3 over paged flashinfer, attention alone": False,
+    result = {"serving": serving, "prefill": prompts}
+    found = {line["what"]: line["value"] for line in compare(result)}
+    assert {what: value for what, value in found.items() if "load" not in what} == {
+        "t, saturation: vmm over paged, tokens/s": 1.0,
+        "t, saturation: vmm over paged, concurrency while others wait": 1.0,
+        "t, saturation: vmm over paged, time to first token behind the queue": 1.0,
+        "t, saturation: vmm over paged, cache manager's host time a step": 1.1,
+        "t, saturation: vmm over paged, in the slowest hundredth": 1.0,
+        "t, saturation: vmm over paged, memory when idle": 0.0,
+        "t, saturation: vmm over vllm, tokens/s": 1.0,
+        "t, saturation: vmm over vllm, time to first token behind the queue": 1.0,
+        "t, saturation: vmm over static, tokens/s": 1.0,
+        "t, saturation: vmm over static, concurrency while others wait": 5.0,
+        "prompts: vmm fa3 over paged flashinfer, whole prefill": 1.18,
+        "prompts: vmm fa3 over paged flashinfer, attention alone": 1.18,
     }
-    assert math.isclose(found["prompts: vmm fa3 over paged flashinfer, whole prefill"]["value"], 1.18)
-    assert {what: line["aim"] for what, line in found.items() if "load" in what and "met" in line} == {
-        "t, 50% load: vmm over paged, time to first token": "<= 1.03",
-        "t, 50% load: vmm over vllm, time to first token": "<= 1",
-    }
+    assert "t, 50% load: vmm over vllm, time to first token" in found
     assert "t, 110% load: vmm over paged, time to first token behind the queue" in found
-    on_host = compare(result | {"environment": {}, "prefill": []})
-    assert [line["what"].split(", ")[-1] for line in on_host if "met" in line] == [
-        "concurrency while others wait",
-        "memory when idle",
-        "concurrency while others wait",
-    ]
     serving[0]["finished"] = 2
     assert not any("t, saturation: vmm over paged" in line["what"] for line in compare(result))
 

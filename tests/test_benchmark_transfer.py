@@ -72,6 +72,3 @@ def test_it_measures_all_of_it() -> None:
     assert all(row["gb_per_s"] > 0 for row in result["ways"])
     transfer.show(result)
     assert tables.TABLES["handing-over"].write(result).count("\n") == 6
-    sent = [row["ratio"] for row in result["ways"] if "send()" in row["way"]]
-    assert [row["value"] for row in result["comparisons"]] == sent
-    assert tables.TABLES["handing-over-comparisons"].write(result).count("\n") == 3

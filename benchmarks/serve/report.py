@@ -3,131 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
 from vmmkv.cli.output import format_bytes, make_table
 
-from .. import aims
+from .. import comparisons
 
 Row = dict[str, Any]
 Figure = tuple[str, Callable[[Row], object]]
 """What a line of a table is called, and its cell of a row."""
 
 
-class Aim(NamedTuple):
-    """What a ratio is to be.
-
-    Attributes:
-        least, most: the bounds.
-        of_main: of the main trace at saturation.
-        at_rates: at rates below saturation. With neither of both, of all.
-        on_gpu: on a GPU alone.
-    """
-
-    least: float = 0.0
-    most: float = inf
-    of_main: bool = False
-    at_rates: bool = False
-    on_gpu: bool = False
-
-    def is_for(self, is_main: bool, is_below: bool, on_gpu: bool) -> bool:
-        """Whether rows of the main trace at saturation, or of a rate below it, are to be so."""
-        if self.on_gpu and not on_gpu:
-            return False
-        return (self.of_main and is_main) or (self.at_rates and is_below) or not (self.of_main or self.at_rates)
-
-
-TIMED = partial(Aim, of_main=True, on_gpu=True)
 # What is compared, and where it is in a row.
 SPEED, FIRST = ("tokens/s", "output_tokens_per_s"), ("time to first token", "first_token_s")
 CROWD = "concurrency while others wait", "crowded_concurrency"
 RECOMPUTED, FOUND = ("tokens computed anew", "recomputed_tokens"), ("prompt tokens that were there", "hit_rate")
 MANAGER, TAIL = ("cache manager's host time a step", "manager_us"), ("in the slowest hundredth", "manager_p99_us")
 IDLE = "memory when idle", "idle_bytes"
-Ratios = dict[tuple[str, str], Aim | None]
-BESIDE_BLOCKS: Ratios = {
-    SPEED: TIMED(1.0),
-    CROWD: Aim(0.99, of_main=True),
-    FIRST: TIMED(most=1.03, at_rates=True),
-    MANAGER: TIMED(most=1.0),
-    TAIL: TIMED(most=1.0),
-    IDLE: Aim(most=0.01, of_main=True),
-}
-BESIDE_VLLM: Ratios = {SPEED: TIMED(1.0), FIRST: Aim(most=1.0, at_rates=True, on_gpu=True)}
-BOTH_REUSE: Ratios = {SPEED: Aim(1.0, on_gpu=True), FIRST: Aim(most=1.0, on_gpu=True), FOUND: None}
+Ratios = tuple[tuple[str, str], ...]
+BESIDE_BLOCKS: Ratios = (SPEED, CROWD, FIRST, MANAGER, TAIL, IDLE)
 PAIRS: list[tuple[str, str, Ratios]] = [
     ("vmm", "paged", BESIDE_BLOCKS),
     ("vmm+warm", "paged", BESIDE_BLOCKS),
-    ("vmm+warm", "vmm", {SPEED: None, FIRST: None, MANAGER: None}),
-    ("vmm", "static", {SPEED: None, CROWD: Aim(3.0, of_main=True)}),
-    ("vmm", "static+longest", {SPEED: None, CROWD: None}),
-    ("vmm", "vllm", BESIDE_VLLM),
-    ("vmm+reuse", "vllm+reuse", BESIDE_VLLM),
-    ("vmm+reuse", "paged+reuse", BOTH_REUSE),
-    ("vmm+fa3", "paged+flashinfer", {SPEED: None}),
-    ("vmm+fa3", "vmm", {SPEED: None}),
-    ("paged+flashinfer", "paged", {SPEED: None}),
-    ("vmm+suspend", "vmm", {SPEED: None, RECOMPUTED: None}),
-    ("vmm+suspend", "paged", {SPEED: None, RECOMPUTED: None}),
-    ("vmm+reuse", "vmm", {SPEED: None, FIRST: None}),
-    ("paged+reuse", "paged", {SPEED: None, FIRST: None}),
+    ("vmm+warm", "vmm", (SPEED, FIRST, MANAGER)),
+    ("vmm", "static", (SPEED, CROWD)),
+    ("vmm", "static+longest", (SPEED, CROWD)),
+    ("vmm", "vllm", (SPEED, FIRST)),
+    ("vmm+reuse", "vllm+reuse", (SPEED, FIRST)),
+    ("vmm+reuse", "paged+reuse", (SPEED, FIRST, FOUND)),
+    ("vmm+fa3", "paged+flashinfer", (SPEED,)),
+    ("vmm+fa3", "vmm", (SPEED,)),
+    ("paged+flashinfer", "paged", (SPEED,)),
+    ("vmm+suspend", "vmm", (SPEED, RECOMPUTED)),
+    ("vmm+suspend", "paged", (SPEED, RECOMPUTED)),
+    ("vmm+reuse", "vmm", (SPEED, FIRST)),
+    ("paged+reuse", "paged", (SPEED, FIRST)),
 ]
-"""Backends that are compared, of which figures, and the aims."""
-KERNELS = [(("vmm", "fa3"), ("paged", "flashinfer"), Aim(1.2)), (("vmm", "numba"), ("paged", "numba"), None)]
+"""Backends that are compared, and of which figures."""
+KERNELS = [(("vmm", "fa3"), ("paged", "flashinfer")), (("vmm", "numba"), ("paged", "numba"))]
 """Of prompts, the backends and kernels that are compared."""
 
 
 def compare(result: dict[str, Any]) -> list[Row]:
-    """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts. Where
-    there are several rounds, of their medians.
-
-    There are no aims for speed without a GPU.
-    """
+    """The ratios that the benchmark is for: of each trace and load, and for prompts. Where there are several rounds, of
+    their medians."""
     return [*compare_serving(result), *compare_prompts(result["prefill"])]
 
 
 def compare_serving(result: dict[str, Any]) -> Iterator[Row]:
     """Those of backends that have finished all requests, for each trace and load."""
-    on_gpu = "cuda_driver" in result["environment"]
     for name, measured in by_case(result["serving"]):
         rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
-        is_main = name.startswith(f"{result['serving'][0]['trace']}, saturation")
         is_queued = queues(next(iter(measured.values())))
         for ours, other, ratios in PAIRS:
             if {ours, other} <= rows.keys():
-                for (what, key), aim in ratios.items():
+                for what, key in ratios:
                     names = f"{name}: {ours} over {other}, {with_queue(what) if is_queued else what}"
-                    values = typical(rows[ours], key), typical(rows[other], key)
-                    has_aim = aim and aim.is_for(is_main, not is_queued, on_gpu)
-                    yield from ratio(names, *values, aim if has_aim else None)
+                    yield from ratio(names, typical(rows[ours], key), typical(rows[other], key))
 
 
 def compare_prompts(prefill: list[Row]) -> Iterator[Row]:
     """Those of long prompts."""
     rows = {(row["backend"], row["kernel"]): row for row in prefill}
-    for ours, other, aim in KERNELS:
+    for ours, other in KERNELS:
         if {ours, other} <= rows.keys():
             names = "prompts: {} {} over {} {}".format(*ours, *other)
             for what, key in (("whole prefill", "tokens_per_s"), ("attention alone", "attention_tokens_per_s")):
-                yield from ratio(f"{names}, {what}", rows[ours][key], rows[other][key], aim)
+                yield from ratio(f"{names}, {what}", rows[ours][key], rows[other][key])
 
 
-def ratio(what: str, ours: float | None, other: float | None, aim: Aim | None) -> Iterator[Row]:
+def ratio(what: str, ours: float | None, other: float | None) -> Iterator[Row]:
     """A comparison, where both were measured."""
-    if ours is None or not other:
-        return
-    value = ours / other
-    row = {"what": what, "value": value}
-    if aim:
-        text = f">= {aim.least:g}" if aim.most == inf else f"<= {aim.most:g}"
-        row |= {"aim": text, "met": aim.least <= value <= aim.most}
-    yield row
+    if ours is not None and other:
+        yield {"what": what, "value": ours / other}
 
 
 def queues(row: Row) -> bool:
@@ -165,7 +117,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         title = f"Prompts of {result['prefill'][0]['prompt_tokens']:,} tokens"
         found.append(make_table(title, columns, map(prompt_line, result["prefill"])))
     if result["comparisons"]:
-        found.append(make_table("Comparisons", aims.COLUMNS, aims.lines(result["comparisons"])))
+        found.append(make_table("Comparisons", comparisons.COLUMNS, comparisons.lines(result["comparisons"])))
     missing = [(f"{row['backend']} {row['kernel']}".strip(), row["reason"]) for row in result["skipped"]]
     missing += [(name, "not reached in time") for name in result["missed"]]
     if missing:
