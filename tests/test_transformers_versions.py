@@ -24,6 +24,8 @@ TESTS = [
     "test_continuous_batching_ahead.py::test_a_name_may_be_used_again",
     "test_serving.py::test_64_clients_get_the_text_of_generate_and_leave_nothing",
     "test_transformers.py::test_greedy[cpu-gemma3-vmmkv]",
+    "test_docs.py::test_example_runs[transformers_cache]",
+    "test_docs.py::test_the_readmes_examples_run",
 ]
 
 

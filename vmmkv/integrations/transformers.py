@@ -1,4 +1,4 @@
-"""A Hugging Face cache that grows in place: `generate(..., past_key_values=VmmCache(...))`.
+"""A Hugging Face cache that grows in place: `generate(..., cache=VmmCache(...))`.
 
 `DynamicCache` writes all of K and V anew for each token. Here a token is written where it stays, and attention
 reads a strided view of the rows.
@@ -55,7 +55,9 @@ WRONG_OVER_ROWS = frozenset({"bloom", "gpt_neo", "led", "nllb-moe"})
 
 
 class VmmCache(DynamicCache):
-    """K and V in rows of virtual memory: for `generate(..., past_key_values=cache)`, or `model(...)` by hand.
+    """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand.
+
+    Before transformers 5.24 the argument is called `past_key_values`.
 
     Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
     window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it:
