@@ -45,5 +45,6 @@ EXTRAS_docs := docs
 .venv/%: pyproject.toml constraints.txt
 	@echo "== Installing vmmkv into .venv, and what 'make $*' needs"
 	$(PYTHON) -m venv .venv
+	-@$(BIN)/pip install --quiet "pip>=24" # older ones find no version of what torch needs of CUDA
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS_$*)]"
 	@touch $@
