@@ -258,9 +258,6 @@ def test_who_computes_in_chunks_takes_no_memory_before(host_bytes: float | str) 
     [
         (vmmkv.ArgumentError, "salt='x' without token_ids", {"tokens": 5, "salt": "x"}),
         (vmmkv.ArgumentError, "adapter=7 without token_ids", {"adapter": 7}),
-        (vmmkv.ArgumentError, r"salt=\['x'\]", {"token_ids": [1], "salt": ["x"]}),
-        (vmmkv.ArgumentError, r"adapter=\{\}", {"token_ids": [1], "adapter": {}}),
-        (vmmkv.ArgumentError, r"tenant=\(\[\],\)", {"tokens": 5, "tenant": ([],)}),
         (ValueError, "expected_tokens=-1", {"expected_tokens": -1}),
         (vmmkv.DtypeError, r"2\*\*63", {"token_ids": [2**63]}),
         (vmmkv.DtypeError, r"2\*\*63", {"token_ids": [2**64]}),

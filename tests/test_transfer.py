@@ -181,7 +181,8 @@ def sizes_received() -> list[int]:
 KEYS: list[dict[str, Any]] = [
     {},
     {"salt": "a"},
-    {"salt": ("a", (b"b\n", 3, 1.5, True)), "adapter": "french"},
+    {"salt": b"b\n", "adapter": "französisch\n\0"},
+    {"salt": -1, "adapter": 1 << 100},
     {"salt": "long" * 2000},
 ]
 
@@ -502,14 +503,11 @@ def misuse(rank: int) -> None:
     with cache.sequence(30) as freed:
         pass
     write(suspended := cache.sequence(30), 1)
-    odd = cache.sequence(token_ids=range(30), salt=frozenset("a"))
     suspended.suspend()
     with pytest.raises(vmmkv.UseAfterFreeError):
         freed.send(RECEIVER)
     with pytest.raises(vmmkv.SuspendedError):
         suspended.send(RECEIVER)
-    with pytest.raises(vmmkv.ArgumentError, match="frozenset"):
-        odd.send(RECEIVER)
     suspended.resume()
     for rank_given, group in ((SENDER, None), (2, None), ("1", None), (RECEIVER, alone), (RECEIVER, "default")):
         with pytest.raises(vmmkv.ArgumentError):

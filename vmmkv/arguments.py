@@ -104,15 +104,6 @@ def check_flags(**flags: object) -> None:
             raise ArgumentError(f"got {name}={value!r}; it is True or False")
 
 
-def check_hashable(**arguments: object) -> None:
-    """Raises `ArgumentError` where what keeps sequences apart cannot."""
-    for name, value in arguments.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ArgumentError(f"got {name}={value!r}, which is unhashable; give text, say, or a number") from None
-
-
 Item = TypeVar("Item")
 
 

@@ -6,7 +6,7 @@ import html
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -19,7 +19,6 @@ from .arguments import (
     batch_of,
     check_flags,
     check_guarantee,
-    check_hashable,
     check_priority,
     check_shape,
     indices_of,
@@ -39,6 +38,7 @@ from .errors import (
 )
 from .events import Event, EventLog
 from .events.log import check_ids
+from .events.naming import Name, name_of, told_names
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown
 from .memory.accounts import Account
@@ -52,7 +52,7 @@ from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .reuse.states import messages_of
-from .reuse.telling import Key, check_key, check_log
+from .reuse.telling import Key, check_log
 from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
@@ -121,7 +121,7 @@ class KVCache(Owner):
             none. TensorRT-LLM's `secondary_offload_min_priority`.
         event_log: records which prefixes can be found, for `events` or an `EventPublisher`: a new
             `vmmkv.events.EventLog`, of this cache alone. None records nothing, and costs nothing. With a log, token ids
-            must be from 0 to 2**32 - 1, salts text, and adapters and tenants names or numbers.
+            must be from 0 to 2**32 - 1, salts text, and adapters and tenants text or numbers.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or, with `int32_strides`, strides beyond 32
@@ -276,12 +276,12 @@ class KVCache(Owner):
         tokens: int = 0,
         *,
         token_ids: npt.ArrayLike | None = None,
-        salt: Hashable = None,
-        adapter: Hashable = None,
+        salt: Name = None,
+        adapter: Name = None,
         reuse: bool = True,
         whole: bool = True,
         expected_tokens: int = 0,
-        tenant: Hashable = None,
+        tenant: Name = None,
         row: int | None = None,
     ) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped if there is one; or a sequence of
@@ -299,8 +299,9 @@ class KVCache(Owner):
                 sequence that has ended left a row with all cached tokens, that row is used; otherwise pages are shared,
                 and copied where they hold other tokens as well, are not full, or few of many are needed. The last
                 token is never among them: the pass that computes it gives the next one.
-            salt: any hashable value; prefixes cached under one salt are never found under another.
-            adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does.
+            salt: text, bytes, or a whole number of at most 128 bits; prefixes cached under one salt are never found
+                under another. `1` and `"1"` are two salts; `True` and `1.0` are refused.
+            adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does. The same types.
             reuse: False neither uses cached prefixes nor adds to them.
             whole: False: the sequence starts with only the `cached_tokens` found in the cache. Call `extend` before
                 each prefill chunk.
@@ -309,7 +310,7 @@ class KVCache(Owner):
                 mapper maps them ahead, from idle memory; this call does not wait for that.
             tenant: who the sequence belongs to. Bytes written by one tenant's sequences can never be read from the rows
                 of another: rows are not adopted across tenants, and pages are zeroed in between. None is a tenant like
-                any other.
+                any other. The same types as `salt`.
             row: use this row index, e.g. to keep a batch in adjacent rows; None picks one.
 
         Raises:
@@ -336,7 +337,7 @@ class KVCache(Owner):
         elif salt is not None or adapter is not None:
             name, value = ("adapter", adapter) if salt is None else ("salt", salt)
             raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is known of these")
-        check_hashable(salt=salt, adapter=adapter, tenant=tenant)
+        salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
         tokens, expected_tokens = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
         check_length(max(tokens, expected_tokens), self.max_seq_len)
         if ids is None or not reuse:
@@ -345,7 +346,7 @@ class KVCache(Owner):
             return sequence or self._sequence(tokens, expected_tokens, tenant, row)
         if self.event_log:
             check_ids(ids)
-            check_key(self.event_log, salt, adapter, tenant)
+            told_names(salt, adapter, tenant)
         asked = ids, salt, adapter, whole, expected_tokens, tenant
         begun = self._sequence_of_at_once(*asked)
         return begun if isinstance(begun, Sequence) else self._sequence_of(*asked, begun)
@@ -363,17 +364,17 @@ class KVCache(Owner):
             )
         return len(ids)
 
-    def _key(self, salt: Hashable, adapter: Hashable, tenant: Hashable) -> Key:
+    def _key(self, salt: Name, adapter: Name, tenant: Name) -> Key:
         """What K and V depend on beside token ids."""
         return Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
 
     @bookkeeping
-    def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
+    def _sequence_at_once(self, expected_tokens: int, tenant: Name) -> Sequence | None:
         """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
         return self._starting.take_at_once(self, expected_tokens, self.pool.tenant_number(tenant))
 
     @stepwise
-    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Name, row: int | None) -> Steps[Sequence]:
         self._rows.release_abandoned()
         whose = self.pool.tenant_number(tenant)
         return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
@@ -382,22 +383,22 @@ class KVCache(Owner):
         self,
         token_ids: npt.ArrayLike,
         *,
-        salt: Hashable = None,
-        adapter: Hashable = None,
+        salt: Name = None,
+        adapter: Name = None,
         expected_tokens: int = 0,
-        tenant: Hashable = None,
+        tenant: Name = None,
     ) -> int:
         """The number of pages that a sequence of these tokens would share with live ones if it began now: it takes that
         many fewer of `available_pages`. Arguments and their errors are as in `sequence`.
         """
         ids = ids_of(token_ids)
-        check_hashable(salt=salt, adapter=adapter, tenant=tenant)
+        salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
         expected_tokens = check_tokens(expected_tokens, "expected_tokens")
         check_length(expected_tokens, self.max_seq_len)
         return self._shared_pages(ids, salt, adapter, expected_tokens, tenant)
 
     @bookkeeping
-    def _shared_pages(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> int:
+    def _shared_pages(self, ids: Ids, salt: Name, adapter: Name, expected: int, tenant: Name) -> int:
         self._rows.release_collected()
         keeper, key = self._rows.keeping.keeper, self._key(salt, adapter, tenant)
         return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
@@ -414,7 +415,7 @@ class KVCache(Owner):
 
     @bookkeeping
     def _sequence_of_at_once(
-        self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
+        self, ids: Ids, salt: Name, adapter: Name, whole: bool, expected: int, tenant: Name
     ) -> Sequence | Found | None:
         """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
         key = self._key(salt, adapter, tenant)
@@ -424,11 +425,11 @@ class KVCache(Owner):
     def _sequence_of(
         self,
         ids: Ids,
-        salt: Hashable,
-        adapter: Hashable,
+        salt: Name,
+        adapter: Name,
         whole: bool,
         expected: int,
-        tenant: Hashable,
+        tenant: Name,
         found: Found | None,
     ) -> Sequence:
         key = self._key(salt, adapter, tenant)
@@ -440,7 +441,7 @@ class KVCache(Owner):
         *,
         group: dist.ProcessGroup | None = None,
         expected_tokens: int = 0,
-        tenant: Hashable = None,
+        tenant: Name = None,
         reuse: bool = True,
     ) -> Sequence:
         """Receives a sequence that another process sends with `Sequence.send`. The host waits for that process.
@@ -468,6 +469,7 @@ class KVCache(Owner):
             StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
         """
         check_flags(reuse=reuse)
+        tenant = name_of("tenant", tenant)
         peer = Peer(rank, group, self.device)
         self._check_no_capture()
         head = peer.listen()
@@ -492,7 +494,7 @@ class KVCache(Owner):
         """Raises `StreamCaptureError` where nothing can be received."""
         self._driver.record(self._driver.current_stream())
 
-    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Hashable, reuse: bool) -> Sequence:
+    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Name, reuse: bool) -> Sequence:
         """A sequence with room for another process's, which begins with what is known of it."""
         expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
         if reuse and head.key and not self._rows.rules.zero_tail:

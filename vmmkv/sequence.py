@@ -322,8 +322,7 @@ class Sequence:
                 two processes.
 
         Raises:
-            ArgumentError: there is no such process or group; or salt or adapter is not a literal (a string, bytes, a
-                number or a tuple of these), so that the receiver could not use it as a key.
+            ArgumentError: there is no such process or group.
             SuspendedError: it is suspended. Nothing was sent so far, and the receiver still waits.
             TransferRefusedError: the receiver refuses it, for lack of memory, say. Both processes can go on.
             TransferError: the receiver is gone, does not answer within the group's timeout, or sends something else.

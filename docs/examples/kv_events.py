@@ -1,6 +1,7 @@
 """Events: what routers are told of the prefixes that can be reused, in vLLM's and in TensorRT-LLM's words."""
 
 import asyncio
+import hashlib
 
 import msgspec
 import torch
@@ -45,7 +46,31 @@ with cache.sequence(token_ids=prompt, tenant="acme", salt="chat") as seq:
 salt = salt_of("chat", tenant="acme")  # what the router hears, and needs for a request of theirs
 # --8<-- [end:tenant]
 assert salt == '["acme", "chat"]'
-assert [event.blocks.salt for event in cache.events() if isinstance(event, Stored)] == [salt]
+(blocks,) = (event.blocks for event in cache.events() if isinstance(event, Stored))
+assert (blocks.salt, blocks.tenant) == ("chat", "acme")
+
+
+# --8<-- [start:names]
+def field(value: str | int | None) -> bytes:
+    kind, data = ("n", b"") if value is None else ("s" if isinstance(value, str) else "i", str(value).encode())
+    return f"{kind}{len(data)}:".encode() + data
+
+
+def names(
+    ids: list[int], salt: str | None, adapter: str | int | None, tenant: str | int | None, size: int
+) -> list[int]:
+    digest = hashlib.sha256(b"vmmkv" + field(salt) + field(adapter) + field(tenant) + field(size)).digest()
+    found = []
+    for end in range(size, len(ids) + 1, size):
+        block = b"".join(each.to_bytes(8, "little") for each in ids[end - size : end])
+        digest = hashlib.sha256(digest + block).digest()
+        found.append(int.from_bytes(digest[-8:], "big"))
+    return found
+
+
+print(names(prompt, salt="chat", adapter=None, tenant="acme", size=16))
+# --8<-- [end:names]
+assert blocks.hashes == tuple(names(prompt, "chat", None, "acme", 16))
 
 # --8<-- [start:dictionaries]
 encoder = tensorrt_llm.Encoder(window_size=8192)  # attention looks this far back: all of `max_seq_len`

@@ -4,9 +4,10 @@
 `publisher` need the extra `vmmkv[events]`.
 """
 
-from .chain import Blocks, Span, salt_of
+from .chain import Blocks, Span
 from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
 from .log import EventLog
+from .naming import salt_of
 
 __all__ = [
     "Blocks",

@@ -2,8 +2,8 @@
 
 Block `i` of a sequence is tokens `[i * block_size, (i + 1) * block_size)`. Its digest is SHA-256 of the digest of the
 block before it and its own token ids as little-endian int64; what comes before the first block is a digest of salt,
-adapter and block size. So a digest is the same in every process, and equal only for equal prefixes of one tenant and
-one adapter. Others are told the last 8 of its 32 bytes, as a big-endian number.
+adapter, tenant and block size (`naming`). So a digest is the same in every process, and equal only for equal prefixes
+under the same names. Others are told the last 8 of its 32 bytes, as a big-endian number.
 
 Blocks have nothing to do with pages. A block belongs to the span in which its last token was stored.
 """
@@ -11,14 +11,12 @@ Blocks have nothing to do with pages. A block belongs to the span in which its l
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError
+from .naming import root_digest
 
 DIGEST_BYTES = 32
 
@@ -33,8 +31,9 @@ class Blocks:
         ids: their token ids, int64, `[len(hashes) * size]`.
         start: the position of the first token in the sequence.
         size: tokens in a block.
-        salt: what separates these blocks from others with the same ids, if anything.
+        salt: the salt of the sequence, if any.
         adapter: the LoRA adapter that they were computed with, by name or number, if any.
+        tenant: the sequence's tenant, if any.
     """
 
     hashes: tuple[int, ...]
@@ -44,6 +43,7 @@ class Blocks:
     size: int
     salt: str | None
     adapter: str | int | None
+    tenant: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Root:
 
     salt: str | None
     adapter: str | int | None
+    tenant: str | int | None
     block_size: int
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        name = repr(("vmmkv", self.salt, self.adapter, self.block_size))
-        object.__setattr__(self, "digest", hashlib.sha256(name.encode()).digest())
+        object.__setattr__(self, "digest", root_digest(self.salt, self.adapter, self.tenant, self.block_size))
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +115,7 @@ class Span:
             size=size,
             salt=self.root.salt,
             adapter=self.root.adapter,
+            tenant=self.root.tenant,
         )
 
     def remove(self, start: int) -> tuple[int, ...]:
@@ -144,29 +145,6 @@ class Span:
         digests = self._digests or bytearray()
         wanted = range(len(digests) // DIGEST_BYTES)[start:stop]
         return [_number(digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]) for i in wanted]
-
-
-def salt_of(salt: Hashable, tenant: Hashable = None) -> Hashable:
-    """The salt in events: with a tenant, it names the tenant, too.
-
-    Args:
-        salt: of the sequence.
-        tenant: whose it is; None is nobody in particular.
-
-    Returns:
-        The salt itself if there is no tenant, otherwise JSON: `["tenant", "salt"]`, or `["tenant", null]`.
-
-    Raises:
-        ArgumentError: the tenant is neither a name nor a number, or there is one and the salt is not text.
-    """
-    if tenant is None:
-        return salt
-    if type(tenant) not in (str, int) or not isinstance(salt, str | None):
-        raise ArgumentError(
-            f"salt={salt!r}, tenant={tenant!r}: routers are told of salts that are text, and of tenants that are names "
-            "or numbers. Give such, or make the cache without event_log"
-        )
-    return json.dumps([tenant, salt])
 
 
 def _number(digest: bytes | bytearray) -> int:

@@ -14,11 +14,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
 from numbers import Real
 from operator import index
-from typing import Any, SupportsIndex, TypeGuard
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import ArgumentError, BudgetError, LayoutError, ShapeError
 from .chain import Root, Span
 from .kinds import TIERS, Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .naming import told_names
 
 Record = tuple[int, Callable[[], Event | None]]
 """Token ids that it holds, and what makes an event of it, if there is anything to tell."""
@@ -103,21 +104,14 @@ class EventLog:
             state = "was closed" if self._closed else "is another cache's"
             raise ArgumentError(f"asked to tell of a new cache in a log that {state}; each cache needs one of its own")
 
-    def root(self, salt: Hashable = None, adapter: Hashable = None) -> Span:
-        """The empty beginning of all sequences of a tenant and an adapter. Two roots of the same are the same.
+    def root(self, salt: str | None = None, adapter: str | int | None = None, tenant: str | int | None = None) -> Span:
+        """The empty beginning of all sequences of a salt, an adapter and a tenant. Two roots of the same are the same.
 
         Raises:
-            ArgumentError: the salt is not text, or the adapter is neither a name nor a number.
+            ArgumentError: the salt is not text, the adapter neither text nor a number from 0 to 2**63 - 1, or the
+                tenant neither text nor a number.
         """
-        if not _is_text_or_none(salt) or not (_is_text_or_none(adapter) or _is_number(adapter)):
-            raise ArgumentError(
-                f"salt={salt!r}, adapter={adapter!r}: routers are told of a salt that is text, and of an adapter that "
-                "is a name or a number from 0 on"
-            )
-        # Of enumerations the plain values, which compare equal.
-        salt = salt if salt is None else str.__str__(salt)
-        adapter = int(adapter) if isinstance(adapter, int) else adapter if adapter is None else str.__str__(adapter)
-        return Span(Root(salt, adapter, self.block_size), None, 0, 0)
+        return Span(Root(*told_names(salt, adapter, tenant), self.block_size), None, 0, 0)
 
     def created(self, device_blocks: int, host_blocks: int = 0) -> None:
         """Reports that a cache has been made, empty, with room for that many blocks in each tier.
@@ -341,16 +335,6 @@ def check_ids(ids: NDArray[Any]) -> None:
     """Raises `ArgumentError` where these are no ids that routers can be told."""
     if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
         raise ArgumentError(f"token ids of type {ids.dtype}; routers read whole numbers from 0 to 2**32 - 1")
-
-
-def _is_text_or_none(value: Hashable) -> TypeGuard[str | None]:
-    """Whether it is None, or text that can be encoded."""
-    return value is None or (isinstance(value, str) and value.encode(errors="ignore").decode() == value)
-
-
-def _is_number(value: Hashable) -> TypeGuard[int]:
-    """Whether it is a number from 0 on."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _check_tiers(*tiers: Tier) -> None:

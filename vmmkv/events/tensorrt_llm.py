@@ -11,6 +11,7 @@ from typing import Any
 
 from .chain import Blocks
 from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .naming import salt_of
 
 CACHE_LEVEL: dict[Tier, int] = {"device": 0, "host": 1}
 HASH_ALGORITHM = "vmmkv_sha256_64"
@@ -115,6 +116,7 @@ def _updated(block_hash: int, levels: tuple[int, int] | None, priority: tuple[in
 def _stored(event: Stored, first: int) -> dict[str, Any]:
     """Of the blocks from one on."""
     blocks = event.blocks
+    salt = salt_of(blocks.salt, blocks.tenant)
     stored = {
         "type": "stored",
         "parent_hash": blocks.hashes[first - 1] if first else blocks.parent,
@@ -126,7 +128,7 @@ def _stored(event: Stored, first: int) -> dict[str, Any]:
                 "cache_level": CACHE_LEVEL[event.tier],
                 "priority": event.priority,
                 "mm_keys": [],
-                "cache_salt": blocks.salt,
+                "cache_salt": salt,
             }
             for block_hash, tokens in islice(zip(blocks.hashes, _tokens(blocks)), first, None)
         ],

@@ -13,6 +13,7 @@ import msgspec
 
 from .chain import Blocks
 from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .naming import salt_of
 
 MEDIUM: dict[Tier, str] = {"device": "GPU", "host": "CPU"}
 
@@ -63,9 +64,9 @@ def _stored(blocks: Blocks, tier: Tier) -> tuple[str, Fields, Fields]:
         "medium": MEDIUM[tier],
         "lora_name": str(blocks.adapter) if numbered else blocks.adapter,  # all that routers tell adapters by
     }
-    is_salted = blocks.salt is not None and blocks.start == 0
+    salt = salt_of(blocks.salt, blocks.tenant) if blocks.start == 0 else None
     optional = {
-        "extra_keys": [[blocks.salt], *[None] * (len(blocks.hashes) - 1)] if is_salted else None,
+        "extra_keys": [[salt], *[None] * (len(blocks.hashes) - 1)] if salt is not None else None,
         "group_idx": None,
         "kv_cache_spec_kind": None,
         "kv_cache_spec_sliding_window": None,

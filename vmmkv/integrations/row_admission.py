@@ -28,7 +28,7 @@ class Admission:
         requests: Requests,
         ranks: Ranks,
         max_seq_len: int,
-        weights: Callable[[], Hashable],
+        weights: Callable[[], str],
         adapters: Callable[[], Hashable],
     ) -> None:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights

@@ -86,7 +86,7 @@ class RankedRequests(RowRequests):
         self._sure: dict[str, int] = {}
         """By request: tokens that every process has pages of its own for."""
 
-    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: str | None = None) -> int:
         """Starts a request, with what is known of its tokens in all processes.
 
         Raises:
@@ -100,7 +100,7 @@ class RankedRequests(RowRequests):
             self.take_back(name, int(least))
         return int(least)
 
-    def _begin_here(self, name: str, expected: int, token_ids: list[int] | None, weights: Hashable) -> int:
+    def _begin_here(self, name: str, expected: int, token_ids: list[int] | None, weights: str | None) -> int:
         """Starts a request in this process; returns what is known of it, or -1 where there is no room."""
         try:
             return super().begin(name, expected, token_ids, weights)

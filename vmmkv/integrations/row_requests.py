@@ -5,7 +5,6 @@ All groups lie on one pool. A request grows in all of them or in none; tokens th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from contextlib import suppress
 
@@ -57,7 +56,7 @@ class RowRequests:
         """Of each group the row that it has."""
         return [sequence.index for sequence in self._requests[name]]  # each request of each step comes by here
 
-    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: str | None = None) -> int:
         """Starts a request that is to have so many tokens soon, with what is known of them under the same weights,
         where they are given; returns how many these are.
 
@@ -72,7 +71,7 @@ class RowRequests:
         self._requests[name] = [sequence]
         return sequence.cached_tokens
 
-    def shared_pages(self, token_ids: list[int], weights: Hashable) -> int:
+    def shared_pages(self, token_ids: list[int], weights: str | None) -> int:
         """Pages that a request would share with others if it began now, with what is known of its tokens."""
         if not self.reuse:
             return 0

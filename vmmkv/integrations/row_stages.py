@@ -7,7 +7,6 @@ do it takes it back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from functools import partial
 
@@ -37,7 +36,7 @@ class StagedRequests:
     def rows(self, name: str) -> list[int]:
         return [row for stage in self.stages for row in stage.rows(name)]
 
-    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: str | None = None) -> int:
         token_ids = token_ids if self.reuse else None
         try:
             known = [stage.begin(name, expected, token_ids, weights) for stage in self.stages]

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from ..events import EventLog, Span, Tier, salt_of
+from ..events import EventLog, Span, Tier
+from ..events.naming import Name, told_names
 from .geometry import Geometry
 from .node import Ids, Node
 
@@ -31,9 +32,9 @@ class Key(NamedTuple):
         number: the tenant's, of the pool.
     """
 
-    salt: Hashable
-    adapter: Hashable
-    tenant: Hashable
+    salt: Name
+    adapter: Name
+    tenant: Name
     number: int
 
 
@@ -42,11 +43,6 @@ def check_log(log: object) -> None:
     if not isinstance(log, EventLog):
         raise ArgumentError(f"got event_log={log!r}; it must be a vmmkv.events.EventLog")
     log.check_new()
-
-
-def check_key(log: EventLog, salt: Hashable, adapter: Hashable, tenant: Hashable) -> None:
-    """Raises `ArgumentError` where there are no words for what keeps sequences apart."""
-    log.root(salt_of(salt, tenant), adapter)
 
 
 class Teller:
@@ -96,7 +92,7 @@ class Teller:
     def _root(self, key: Hashable) -> Span:
         """What sequences under a key begin with."""
         assert isinstance(key, Key)
-        return self._log.root(salt_of(key.salt, key.tenant), key.adapter)
+        return self._log.root(*told_names(key.salt, key.adapter, key.tenant))
 
     def _told(self, node: Node) -> tuple[Span | None, int]:
         """The span of the last token of the path to a node that was told, and the position behind it."""

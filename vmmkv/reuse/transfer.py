@@ -15,7 +15,7 @@ before K and V the host waits.
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, LayoutError, TransferError, TransferRefusedError
+from ..events.naming import Name
 from ..layout import KVLayout
 from .node import Ids
 
@@ -53,27 +54,13 @@ class Head:
     geometry: str
     start: int
     length: int
-    key: tuple[Hashable, Hashable] | None
+    key: tuple[Name, Name] | None
     ids: Ids
 
     def packed(self) -> bytes:
-        """As bytes: a line each of geometry, tokens, and key, and ids. A key is a literal of Python, which keeps tuples
-        and bytes as they are and runs nothing.
-
-        Raises:
-            ArgumentError: salt or adapter cannot be written so.
-        """
-        key = repr(self.key)
-        try:
-            is_kept = literal_eval(key) == self.key
-        except (ValueError, SyntaxError):
-            is_kept = False
-        if not is_kept:
-            raise ArgumentError(
-                f"asked to send a sequence of salt and adapter {self.key}; for another process they must be of "
-                "strings, bytes, numbers and tuples"
-            )
-        facts = f"{self.geometry}\n{self.start} {self.length}\n{key}\n"
+        """As bytes: a line each of geometry, tokens, and key, and ids. A key is a literal of Python, which keeps text,
+        bytes and numbers apart and runs nothing."""
+        facts = f"{self.geometry}\n{self.start} {self.length}\n{self.key!r}\n"
         return facts.encode() + self.ids.astype("<i8", copy=False).tobytes()
 
     @classmethod

@@ -46,7 +46,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         self,
         options: Options,
         groups: list[Group],
-        weights: Callable[[], Hashable],
+        weights: Callable[[], str],
         adapters: Callable[[], Hashable],
         config: Any,
         continuous_batching_config: Any,

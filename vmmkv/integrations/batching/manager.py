@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -225,12 +225,12 @@ class RowManager(their_api.ContinuousBatchingManager):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    def weights(self) -> Hashable:
+    def weights(self) -> str:
         """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
-        the model."""
+        the model. As text, which is the adapter of sequences."""
         if has_adapters(self.model):
             self._look_for_others()
-        return self._weights, writes(self._counting), adapters(self.model)
+        return repr((self._weights, writes(self._counting), adapters(self.model)))
 
     def _take_weights(self) -> None:
         self._tensors = tensors(self.model)

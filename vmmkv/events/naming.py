@@ -1,0 +1,108 @@
+"""Salts, adapters and tenants: which values keep sequences apart, and how routers are told of them.
+
+A root is what comes before the first block of a sequence. Its digest is SHA-256 of `vmmkv` and four fields: salt,
+adapter, tenant, block size. A field is the letter of its kind (`n` for None, `s` for text, `i` for a whole number), the
+length of its bytes in decimal digits, a colon, and its bytes: text in UTF-8, a number in decimal digits. So no two
+roots have the same bytes, and they are the same in all versions of Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from operator import index
+
+from ..errors import ArgumentError
+
+Name = str | bytes | int | None
+"""A salt, an adapter or a tenant."""
+
+MAX_BITS = 128
+
+
+def name_of(kind: str, value: object) -> Name:
+    """Returns a salt, an adapter or a tenant as a plain value. Values of different types are never equal: Python's
+    `1 == True == 1.0` would let sequences share what is to be kept apart.
+
+    Args:
+        kind: what it is, for the message.
+        value: text, bytes, a whole number, a value of a subclass of these, such as an enumeration's; or None.
+
+    Raises:
+        ArgumentError: it is something else, `bool` included; text that UTF-8 cannot encode; or a number of more than
+            128 bits.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return str.encode(value).decode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(
+                f"got {kind}={str.__repr__(value)}, which UTF-8 cannot encode: {error.reason}. Give text without "
+                "surrogates, or its bytes"
+            ) from None
+    if isinstance(value, bytes):
+        return bytes(memoryview(value))
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentError(
+            f"got {kind}={value!r} of type {type(value).__name__}; it must be text, bytes, a whole number (no bool), "
+            "or None"
+        )
+    if int.bit_length(value) > MAX_BITS:
+        raise ArgumentError(
+            f"got {kind} of {int.bit_length(value)} bits; numbers have {MAX_BITS} at most: give text or bytes"
+        )
+    return index(value)
+
+
+def told_names(salt: object, adapter: object, tenant: object) -> tuple[str | None, str | int | None, str | int | None]:
+    """Returns salt, adapter and tenant as plain values that routers can be told of.
+
+    Raises:
+        ArgumentError: the salt is not text, the adapter neither text nor a number from 0 to 2**63 - 1, or the tenant
+            neither text nor a number.
+    """
+    salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
+    if (
+        not isinstance(salt, str | None)
+        or isinstance(adapter, bytes)
+        or isinstance(tenant, bytes)
+        or (isinstance(adapter, int) and not 0 <= adapter < 1 << 63)
+    ):
+        raise ArgumentError(
+            f"salt={salt!r}, adapter={adapter!r}, tenant={tenant!r}: routers are told of salts that are text, of "
+            "adapters that are text or numbers from 0 to 2**63 - 1, and of tenants that are text or numbers. Give "
+            "such, or make the cache without event_log"
+        )
+    return salt, adapter, tenant
+
+
+def salt_of(salt: str | None, tenant: str | int | None = None) -> str | None:
+    """Returns the salt that vLLM's and TensorRT-LLM's formats carry, which have no field for tenants.
+
+    Args:
+        salt: of the sequence.
+        tenant: the sequence's tenant; None: it has none.
+
+    Returns:
+        With a tenant JSON, `["tenant", "salt"]` or `["tenant", null]`. Without one the salt itself; if that begins with
+        `[`, as such JSON does, `[null, "salt"]`. So what is different stays different.
+
+    Raises:
+        ArgumentError: routers cannot be told of such a salt or tenant.
+    """
+    salt, _, tenant = told_names(salt, None, tenant)
+    if tenant is None and not (salt or "").startswith("["):
+        return salt
+    return json.dumps([tenant, salt])
+
+
+def root_digest(salt: str | None, adapter: str | int | None, tenant: str | int | None, block_size: int) -> bytes:
+    """Returns the digest that comes before the first block of sequences with these names."""
+    return hashlib.sha256(b"vmmkv" + b"".join(map(_field, (salt, adapter, tenant, block_size)))).digest()
+
+
+def _field(value: str | int | None) -> bytes:
+    kind, data = ("n", b"") if value is None else ("s" if isinstance(value, str) else "i", str(value).encode())
+    return f"{kind}{len(data)}:".encode() + data
