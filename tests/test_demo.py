@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import vmmkv
 from benchmarks import demo as benchmark
 from vmmkv.cli.app import app
-from vmmkv.workload import BLOCK, Request, TraceError, conversations, known_tokens, read_trace
+from vmmkv.workload import BLOCK, Request, conversations, known_tokens, read_trace
 
 
 def demo(*args: str):
@@ -93,27 +93,6 @@ def test_on_the_host_a_trace_is_replayed_as_far_as_it_takes_no_minutes(
         assert f"Replaying {requests} of 3 requests, {tokens} tokens" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("trace.csv", b"a,b\n1,2\n", "ContextTokens"),
-        ("trace.csv", b"ContextTokens,GeneratedTokens\n", "no requests"),
-        ("trace.csv", b"\xff\x00\xfe", "is no trace"),
-        ("trace.jsonl", b"[1, 2]\n", "input_length"),
-        ("trace.jsonl", b"what\n", "input_length"),
-        ("trace.jsonl", b'{"input_length": 3, "output_length": 1, "hash_ids": ["a"]}', "is no trace"),
-        ("trace.jsonl", b'{"input_length": Infinity, "output_length": 1}', "is no trace"),
-        ("trace.jsonl", b"[" * 100_000, "is no trace"),
-    ],
-    ids=range(8),
-)
-def test_what_is_no_trace_says_so(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(TraceError, match=says):
-        read_trace(path)
-
-
 def chats(count: int) -> list[Request]:
     """Requests whose prompts often begin alike, in blocks."""
     prompts: list[list[int]] = [[]]
@@ -188,23 +167,6 @@ def test_demo_says_what_was_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(plot: str) -> None:
     assert demo("--device", "cpu", "--plot", plot).exit_code == 2
-
-
-@pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_traces_say_when_requests_came(tmp_path: Path, form: str) -> None:
-    path = tmp_path / f"trace.{form}"
-    if form == "csv":
-        path.write_text(
-            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-            "2023-11-16 23:59:59.5000000,3,1\n"
-            "2023-11-17 00:00:01.7500000,4,2\n"
-        )
-    else:
-        path.write_text(
-            '{"timestamp": 500, "input_length": 3, "output_length": 1}\n'
-            '{"timestamp": 2750, "input_length": 4, "output_length": 2}\n'
-        )
-    assert read_trace(path) == [Request(3, 1, 0.0), Request(4, 2, 2.25)]
 
 
 def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from .errors import VmmkvError
 
 BLOCK = 512
 """Tokens that an id of Mooncake's `hash_ids` stands for."""
+CSV_COLUMNS = "ContextTokens", "GeneratedTokens"
+JSON_COLUMNS = "input_length", "output_length"
+TIMES = "TIMESTAMP", "timestamp"
+READ = f"A trace is CSV with {' and '.join(CSV_COLUMNS)}, or JSON lines with {' and '.join(JSON_COLUMNS)}, in UTF-8"
+SHAREGPT = "it looks like ShareGPT's conversations, which are texts without numbers of tokens"
 
 
 class TraceError(VmmkvError, ValueError):
@@ -45,42 +51,100 @@ def read_trace(path: Path) -> list[Request]:
     """Requests of a trace, in its order.
 
     Args:
-        path: a CSV file with the columns `ContextTokens` and `GeneratedTokens` (Azure's traces), or JSON lines
-            with `input_length` and `output_length`, and possibly `hash_ids` (Mooncake's); times are in `TIMESTAMP`, a
-            date, or in `timestamp`, in milliseconds.
+        path: a file in UTF-8, with or without a byte order mark: CSV with the columns `ContextTokens` and
+            `GeneratedTokens` (Azure's traces), or JSON lines with `input_length` and `output_length`, and possibly
+            `hash_ids` (Mooncake's). Times are in `TIMESTAMP`, a date (UTC if it names no zone), or in `timestamp`, in
+            milliseconds; all requests have one or none has. What a file is follows from its content, not from its name.
 
     Raises:
-        TraceError: it is neither, or empty.
+        TraceError: it is neither, or empty; the message says what is missing and what there is.
     """
-    prompt, output = (
-        ("input_length", "output_length") if path.suffix == ".jsonl" else ("ContextTokens", "GeneratedTokens")
-    )
+    requests: list[Request] = []
+    times: list[float | None] = []
     try:
-        with path.open(newline="") as file:
-            rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
-            found = [
-                Request(max(int(row[prompt]), 1), max(int(row[output]), 1), _seconds(row), _blocks(row)) for row in rows
-            ]
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, csv.Error) as error:
-        raise TraceError(
-            f"{path} is no trace ({type(error).__name__}): it must be CSV with ContextTokens and GeneratedTokens, or "
-            ".jsonl with input_length and output_length"
-        ) from None
-    if not found:
-        raise TraceError(f"{path} holds no requests")
-    return [replace(request, arrival=request.arrival - found[0].arrival) for request in found]
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for row, columns in _rows(file):
+                time = _seconds(row)
+                if times and (time is None) != (times[0] is None):
+                    raise ValueError("of its requests some have times and some have none")
+                times.append(time)
+                requests.append(_request(row, columns))
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is no trace: it is not text in UTF-8 ({error.reason}). {READ}") from None
+    except (TypeError, ValueError, OverflowError, RecursionError, csv.Error) as error:
+        raise TraceError(f"{path} is no trace, at request {len(requests) + 1}: {error}. {READ}") from None
+    if not requests:
+        raise TraceError(f"{path} holds no requests. {READ}")
+    return [replace(each, arrival=(time or 0.0) - (times[0] or 0.0)) for each, time in zip(requests, times)]
 
 
-def _seconds(row: Mapping[str, Any]) -> float:
-    """When a request came."""
+def _rows(file: TextIO) -> Iterator[tuple[Mapping[str, Any], tuple[str, str]]]:
+    """The requests of a file by the names of their columns, and which of these say how many tokens they have."""
+    begin = file.read(4096).lstrip()
+    file.seek(0)
+    if begin.startswith("["):
+        kind = SHAREGPT if '"conversations"' in begin else "write each entry on a line of its own"
+        raise ValueError(f"it is one JSON document, a list: {kind}")
+    if begin.startswith("{"):
+        for line in filter(str.strip, file):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"a line is not JSON ({error.msg}); a document over several lines is not read"
+                ) from None
+            if not isinstance(row, dict):
+                raise ValueError("a line of JSON is not an object")
+            _check_columns(JSON_COLUMNS, row)
+            yield row, JSON_COLUMNS
+    elif begin:
+        reader = csv.DictReader(file)
+        _check_columns(CSV_COLUMNS, reader.fieldnames or ())
+        for row in reader:
+            if None in row:
+                raise ValueError(f"a line has more values than the {len(row) - 1} columns")
+            _check_columns(CSV_COLUMNS, [name for name, value in row.items() if value is not None])
+            yield row, CSV_COLUMNS
+
+
+def _check_columns(needed: Iterable[str], there: Collection[str]) -> None:
+    """Raises `ValueError` where a column is missing, or has nearly the name of one that is read."""
+    names = ", ".join(map(repr, list(there)[:20]))
+    if missing := [name for name in needed if name not in there]:
+        kind = f" ({SHAREGPT})" if "conversations" in there else ""
+        raise ValueError(f"{' and '.join(missing)} missing; there are {names or 'no columns'}{kind}")
+    if odd := [name for name in there if name.strip().lower() == "timestamp" and name not in TIMES]:
+        raise ValueError(f"column {odd[0]!r} is neither TIMESTAMP nor timestamp; there are {names}")
+
+
+def _request(row: Mapping[str, Any], columns: tuple[str, str]) -> Request:
+    """A request without its time."""
+    prompt, output = (row[name] for name in columns)
+    blocks = row.get("hash_ids", ())
+    if isinstance(blocks, str):
+        raise ValueError(f"hash_ids {blocks!r} are text; they are a list of numbers, in JSON lines")
+    return Request(max(_count(prompt), 1), max(_count(output), 1), blocks=tuple(map(int, blocks)))
+
+
+def _count(value: object) -> int:
+    """A number of tokens."""
+    number = int(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return number
+
+
+def _seconds(row: Mapping[str, Any]) -> float | None:
+    """When a request came; None where that is not known."""
     if "TIMESTAMP" in row:
-        return datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
-    return float(row.get("timestamp", 0)) / 1000
-
-
-def _blocks(row: Mapping[str, Any]) -> tuple[int, ...]:
-    """What a request's prompt consists of."""
-    return tuple(map(int, row.get("hash_ids", ())))
+        date = datetime.fromisoformat(row["TIMESTAMP"])
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    if "timestamp" not in row:
+        return None
+    seconds = float(row["timestamp"]) / 1000
+    if not isfinite(seconds):
+        raise ValueError(f"timestamp {row['timestamp']!r} is no time")
+    return seconds
 
 
 def known_tokens(requests: Iterable[Request]) -> list[int]:

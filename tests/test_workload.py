@@ -1,0 +1,169 @@
+"""Traces: what is read of them, and what is said of files that are none."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import run_python
+
+from vmmkv.workload import Request, TraceError, read_trace
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.5000000,3,1\n2023-11-17 00:00:01.7500000,4,2\n"
+MOONCAKE = (
+    '{"timestamp": 500, "input_length": 3, "output_length": 1}\n'
+    '{"timestamp": 2750, "input_length": 4, "output_length": 2}\n'
+)
+READ = [Request(3, 1, 0.0), Request(4, 2, 2.25)]
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "trace.json", "trace"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\n\n", " \r\n \r\n"], ids=ascii)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["no mark", "mark"])
+@pytest.mark.parametrize("text", [AZURE, MOONCAKE], ids=["Azure", "Mooncake"])
+def test_what_a_trace_is_follows_from_its_content(tmp_path: Path, name: str, ends: str, mark: str, text: str) -> None:
+    """Whatever its name, with and without a byte order mark, empty lines, and a last line that ends."""
+    if text is AZURE and " " in ends:
+        ends = ends.replace(" ", "")
+    for content in (text, text[:-1]):
+        (tmp_path / name).write_bytes((mark + content.replace("\n", ends)).encode())
+        assert read_trace(tmp_path / name) == READ
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_columns_are_found_by_name(tmp_path: Path, form: str) -> None:
+    """In any order, among others, some of which have the other form's names; in CSV quoted, too."""
+    rows, expected = [], []
+    prompt, output = ("ContextTokens", "GeneratedTokens") if form == "csv" else ("input_length", "output_length")
+    at = random.randrange(10**9)
+    for _ in range(20):
+        numbers = [random.randrange(2000) for _ in range(2)]
+        at += random.randrange(1000)
+        rows.append({prompt: numbers[0], output: numbers[1], "timestamp": at, "ContextTokens ": "é,\n", "x": 1})
+        if form == "csv":
+            rows[-1]["input_length"] = 7
+        else:
+            rows[-1]["hash_ids"] = [random.randrange(9) for _ in range(numbers[0] // 512)]
+        blocks = tuple(rows[-1].get("hash_ids", ()))
+        expected.append((max(numbers[0], 1), max(numbers[1], 1), (at - int(rows[0]["timestamp"])) / 1000, blocks))
+    names = random.sample([*rows[0]], len(rows[0]))
+    text = io.StringIO()
+    if form == "csv":
+        writer = csv.DictWriter(text, names, quoting=random.choice([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]))
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        text.writelines(json.dumps({name: row[name] for name in names}) + "\n" for row in rows)
+    path = tmp_path / f"trace.{form}"
+    path.write_text(text.getvalue(), encoding="utf-8", newline="")
+    found = [(each.prompt, each.output, each.arrival, each.blocks) for each in read_trace(path)]
+    assert [each[::3] + each[1:2] for each in found] == [each[::3] + each[1:2] for each in expected]
+    assert [each[2] for each in found] == pytest.approx([each[2] for each in expected])
+
+
+def sharegpt(count: int = 3) -> list[dict[str, Any]]:
+    return [{"id": f"{i}", "conversations": [{"from": "human", "value": "hi"}]} for i in range(count)]
+
+
+def odd() -> Iterator[tuple[bytes, list[str]]]:
+    """Files that are no traces, and what has to be said of them."""
+    both = ["ContextTokens", "input_length"]  # what is read
+    yield b"", ["holds no requests", *both]
+    yield b"\xef\xbb\xbf \r\n", ["holds no requests", *both]
+    yield b"ContextTokens,GeneratedTokens\n", ["holds no requests"]
+    yield b"a,b\n", ["ContextTokens and GeneratedTokens missing; there are 'a', 'b'"]
+    yield b"a,b\n1,2\n", ["ContextTokens and GeneratedTokens missing; there are 'a', 'b'", "input_length"]
+    yield b"GeneratedTokens,TIMESTAMP\n1,2\n", ["request 1: ContextTokens missing; there are 'GeneratedTokens'"]
+    yield AZURE.replace(",", ";").encode(), ["missing", "'TIMESTAMP;ContextTokens;GeneratedTokens'"]
+    yield AZURE.replace("TIMESTAMP", " Timestamp").encode(), ["' Timestamp'", "TIMESTAMP"]
+    yield b"ContextTokens,GeneratedTokens\n1,2\n3\n", ["request 2: GeneratedTokens missing"]
+    yield b"ContextTokens,GeneratedTokens\n1,2\n3,4,5\n", ["request 2", "more values"]
+    for number in (b"", b"1.5", b"-1", b"many"):
+        yield b"ContextTokens,GeneratedTokens\n1,2\n3," + number + b"\n", ["request 2", number.decode()]
+    yield b"timestamp,ContextTokens,GeneratedTokens\nnan,2,3\n", ["request 1", "nan"]
+    yield b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,2,3\n", ["request 1", "yesterday"]
+    yield AZURE.encode("utf-16"), ["not text in UTF-8"]
+    yield "ContextTokens,GeneratedTokens,é\n1,2,3\n".encode("latin-1"), ["not text in UTF-8"]
+    yield b"\x1f\x8b\x08\x00\xff", ["not text in UTF-8"]
+    yield AZURE.encode("utf-16-le"), ["missing", "\\x00"]
+    yield b"what\n", ["missing", *both]
+    yield b"{what}\n", ["not JSON", *both]
+    yield MOONCAKE.encode() + b"[1]\n", ["request 3", "not an object"]
+    yield b"[1, 2]\n", ["a list", "line", *both]
+    yield b"[" * 100_000, ["a list"]
+    yield b'{"x": ' + b"[" * 100_000, ["is no trace"]
+    yield b'{"x": 1, "output_length": 2}', ["input_length missing; there are 'x', 'output_length'"]
+    yield b'{"input_length": null}', ["output_length missing"]
+    yield MOONCAKE.encode() + b'{"input_length": 1, "output_length": 2}', ["request 3", "some have times"]
+    for value in ("null", "1.5", "true", "Infinity", "-3", '"x"', "[1]", "1" * 5000):
+        yield f'{{"input_length": {value}, "output_length": 1}}'.encode(), ["request 1", *both]
+    for value in ('["a"]', '"12"', "7", "[null]"):
+        yield f'{{"input_length": 3, "output_length": 1, "hash_ids": {value}}}'.encode(), ["request 1"]
+    yield b'{"input_length": 3, "output_length": 1, "timestamp": NaN}', ["request 1", "no time"]
+    lengths = [{"input_length": 3, "output_length": 1}]
+    yield json.dumps(lengths).encode(), ["a list", "line of its own"]
+    for indent in (None, 2):
+        yield json.dumps(sharegpt(), indent=indent).encode(), ["ShareGPT", *both]
+    yield "\n".join(map(json.dumps, sharegpt())).encode(), ["ShareGPT", "'id', 'conversations'", *both]
+    yield json.dumps(lengths[0], indent=2).encode(), ["over several lines"]
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl", "trace.json"])
+def test_what_is_no_trace_says_what_it_is_and_what_is_read(tmp_path: Path, name: str) -> None:
+    for content, words in odd():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(TraceError) as error:
+            read_trace(path)
+        message = str(error.value)
+        assert str(path) in message
+        assert all(word in message for word in words), (content[:200], message)
+        assert len(message) < 1000
+
+
+def test_the_demo_says_so_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "ShareGPT.json"
+    path.write_text(json.dumps(sharegpt()))
+    child = run_python("from vmmkv.cli import main; main()", "demo", "--device", "cpu", "--trace", str(path))
+    assert child.returncode != 0
+    assert "ShareGPT" in child.stderr
+    assert "Traceback" not in child.stderr
+
+
+def test_times_do_not_depend_on_where_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where clocks are put back between two requests, and where they are not; with zones, too."""
+    path = tmp_path / "trace.csv"
+    times = ["2023-10-29 00:30:00", "2023-10-29 04:30:00"]
+    try:
+        for zone in ("Europe/Berlin", "UTC", "Asia/Kathmandu"):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            for ends in (["", ""], ["Z", "+02:00"]):
+                rows = [f"{at}{end},1,1" for at, end in zip(times, ends)]
+                path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+                assert [each.arrival for each in read_trace(path)] == [0, (4 - 2 * bool(ends[0])) * 3600]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_the_encoding_of_the_system_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("ContextTokens,GeneratedTokens,é\n1,2,ü\n", encoding="utf-8")
+    code = """
+        import sys
+        from pathlib import Path
+        from vmmkv.workload import read_trace
+        print(read_trace(Path(sys.argv[1])))
+    """
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    child = run_python(code, str(path), fresh=True, env=plain)
+    assert child.stdout.strip() == str([Request(1, 2)]), child.stderr
