@@ -83,7 +83,7 @@ for dictionary in encoder.encode(cache.events()):
 with cache.sequence(token_ids=range(1000, 1064)) as seq:
     seq.commit(range(1000, 1064))
 # --8<-- [start:publish]
-local = "tcp://127.0.0.1:*"  # a free port; for other hosts, "tcp://*:5557"
+local = "tcp://127.0.0.1:*"  # a free port; other hosts could read token ids at "tcp://*:5557"
 publisher = EventPublisher(log, local, topic="kv@pod-1@llama", replay_endpoint=local)
 # --8<-- [end:publish]
 

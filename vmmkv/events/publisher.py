@@ -4,14 +4,22 @@ A live message is three frames: topic, sequence number (8 bytes, big-endian), ba
 number that it wants, as 8 bytes behind an empty frame, to the replay endpoint. It is sent what is kept from there on,
 an empty frame before each message, and at last a message without topic and batch, whose number is all ones. Up to vLLM
 0.23 replayed messages had no frame for the topic.
+
+What is kept is bounded in bytes, whatever clients ask for and however slowly they read:
+ 1. A message has at most `MESSAGE_BYTES`, or one event.
+ 2. Messages that are kept for replays have at most `max_replay_bytes` in all.
+ 3. A client is sent a message of a replay only when it has read all but the last two. What is queued so for all
+    clients has at most `max_replay_bytes`, and two messages; if it has, no further replay begins.
+ 4. For each subscriber ZeroMQ queues at most `max_waiting` messages, which subscribers share.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import threading
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import zmq
@@ -22,16 +30,40 @@ from .kinds import Event
 from .log import EventLog
 
 INTERVAL = 0.1
-"""Seconds after which the thread looks for requests, and whether it is to end, if there are no events."""
+"""Seconds after which the threads look whether they are to end, if there are no events or requests."""
 BATCH = 256
 """Events in a message, at most."""
+MESSAGE_BYTES = 64 << 10
+"""Bytes of a message with several events, at most."""
+REQUEST_BYTES = 4096
+"""Bytes of a request or a subscription, at most: ZeroMQ disconnects clients that send more."""
+PATIENCE = 50
+"""Milliseconds in which a client has to read a replayed message; then others have their turn."""
 LINGER = 1000
 """Milliseconds that messages have to leave, at the end."""
 END = b"\xff" * 8
 
 
+@dataclass(slots=True)
+class Replay:
+    """What a client has asked for.
+
+    Attributes:
+        number: the next message that it gets.
+        stop: the number behind the last one.
+        queued: bytes of the last two messages, which may still be queued.
+        last: bytes of the last message.
+    """
+
+    number: int = 0
+    stop: int = 0
+    queued: int = 0
+    last: int = 0
+
+
 class EventPublisher:
-    """Drains a log in a separate thread and sends its events, until the publisher or the log is closed.
+    """Drains a log in a separate thread and sends its events, until the publisher or the log is closed. Another thread
+    answers requests for replays.
 
     The log is the queue: it bounds what waits to be sent, and producers never wait for the network. A forked child has
     no publisher.
@@ -44,13 +76,14 @@ class EventPublisher:
     def __init__(
         self,
         log: EventLog,
-        endpoint: str = "tcp://*:5557",
+        endpoint: str = "tcp://127.0.0.1:5557",
         *,
         bind: bool = True,
         topic: str = "",
         replay_endpoint: str | None = None,
         max_replay: int = 10_000,
-        max_waiting: int = 100_000,
+        max_replay_bytes: int = 64 << 20,
+        max_waiting: int = 1000,
         data_parallel_rank: int = 0,
         arrays: bool = False,
     ) -> None:
@@ -59,34 +92,41 @@ class EventPublisher:
         Args:
             log: whose only consumer this is.
             endpoint: where to publish: `tcp://`, with the port `*` for one that is free, or `ipc://`. Each rank needs
-                one of its own.
+                one of its own. Events hold the token ids of prompts and answers, unencrypted, for all who can connect:
+                `tcp://*:5557`, all interfaces, only where the network is trusted.
             bind: whether subscribers come to the endpoint; else it is theirs, and this connects to it.
             topic: the first frame, by which subscribers choose.
-            replay_endpoint: where to answer those who have missed messages; None: nowhere.
+            replay_endpoint: where to answer clients that have missed messages; None: nowhere.
             max_replay: how many messages are kept for them.
+            max_replay_bytes: how many bytes these have at most, and those that wait for clients that do not read.
             max_waiting: how many messages may wait for a slow subscriber; it misses what is more.
             data_parallel_rank: whose events they are, among several ranks.
             arrays: whether to write events and replays as vLLM did up to 0.23.
 
         Raises:
             ArgumentError: an endpoint that no other process could reach.
-            BudgetError: `max_replay` or `max_waiting` is not positive.
+            BudgetError: a bound is not positive.
             OSError: an endpoint is in use, or cannot be.
         """
-        if max_replay < 1 or max_waiting < 1:
-            raise BudgetError(f"max_replay={max_replay}, max_waiting={max_waiting}: both have to be positive")
+        if min(max_replay, max_replay_bytes, max_waiting) < 1:
+            raise BudgetError(
+                f"max_replay={max_replay}, max_replay_bytes={max_replay_bytes}, max_waiting={max_waiting}: all have to "
+                "be positive"
+            )
         self._log, self._topic = log, topic.encode()
         self._rank, self._arrays = data_parallel_rank, arrays
-        self._sequence = 0
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=max_replay)
+        self._sent: dict[int, bytes] = {}
+        self._first = self._next = self._sent_bytes = 0  # messages [first, next) are in `_sent`
+        self._max_replay, self._max_bytes = max_replay, max_replay_bytes
+        self._replays: dict[bytes, Replay] = {}  # by client
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vmmkv-events", daemon=True)
         self._context = zmq.Context()
         try:
             self._publishing, self.endpoint = self._open(zmq.PUB, endpoint, max_waiting, bind)
             self._replaying, self.replay_endpoint = None, None
-            if replay_endpoint is not None:  # a whole replay fits: a ROUTER throws away what is more
-                self._replaying, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, max_replay + 1)
+            if replay_endpoint is not None:
+                self._replaying, self.replay_endpoint = self._open(zmq.ROUTER, replay_endpoint, 1)
             self._thread.start()
         except BaseException:
             self._context.destroy(linger=0)
@@ -112,7 +152,11 @@ class EventPublisher:
                 f"endpoint {endpoint!r}: it is tcp://HOST:PORT or ipc://PATH; within a process, drain the log"
             )
         socket = self._context.socket(kind)
-        socket.set_hwm(limit)
+        socket.setsockopt(zmq.SNDHWM, limit)
+        socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        if kind == zmq.ROUTER:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says so where a client is gone, or its queue is full
+            socket.setsockopt(zmq.SNDTIMEO, PATIENCE)
         try:
             (socket.bind if bind else socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -122,14 +166,16 @@ class EventPublisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _run(self) -> None:
+        replays = threading.Thread(target=self._answer, name="vmmkv-replays", daemon=True)
+        replays.start()
         try:
             while not (self._is_over.is_set() or self._log.closed):
                 self._publish(self._log.events(INTERVAL, most=BATCH))
-                if self._replaying and self._replaying.poll(0):
-                    self._replay(self._replaying)
             for _ in range(0, self._log.max_events, BATCH):  # not as long as producers go on
                 self._publish(self._log.events(most=BATCH))
         finally:
+            self._is_over.set()
+            replays.join()
             self._context.destroy(linger=LINGER)
             atexit.unregister(self.close)
 
@@ -137,17 +183,65 @@ class EventPublisher:
         batch = vllm.encode(events, data_parallel_rank=self._rank, arrays=self._arrays)
         if batch is None:
             return
-        number = self._sequence.to_bytes(8, "big")
-        self._sequence += 1
-        self._sent.append((number, batch))
-        self._publishing.send_multipart((self._topic, number, batch))
-
-    def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """Answers one request; what is none is ignored."""
-        request = socket.recv_multipart()
-        if len(request) != 3 or len(request[2]) != 8:
+        if len(batch) > MESSAGE_BYTES and len(events) > 1:
+            half = len(events) // 2
+            self._publish(events[:half])
+            self._publish(events[half:])
             return
-        client, _, first = request
-        for number, batch in [*((number, batch) for number, batch in self._sent if number >= first), (END, b"")]:
-            topic = self._topic if batch else b""
-            socket.send_multipart((client, b"", number, batch) if self._arrays else (client, b"", topic, number, batch))
+        self._keep(batch)
+        self._publishing.send_multipart((self._topic, (self._next - 1).to_bytes(8, "big"), batch))
+
+    def _keep(self, batch: bytes) -> None:
+        """Keeps a message for replays, instead of the oldest ones where it is too much."""
+        self._sent[self._next] = batch
+        self._next += 1
+        self._sent_bytes += len(batch)
+        while len(self._sent) > self._max_replay or self._sent_bytes > self._max_bytes:
+            self._sent_bytes -= len(self._sent.pop(self._first))
+            self._first += 1
+
+    # Replays, in a thread of their own.
+
+    def _answer(self) -> None:
+        """Answers requests until the publisher ends. While too much is queued, requests wait where they arrive."""
+        socket = self._replaying
+        while socket and not self._is_over.is_set():
+            if sum(replay.queued for replay in self._replays.values()) >= self._max_bytes:
+                self._is_over.wait(INTERVAL)
+            elif socket.poll(int(INTERVAL * 1000)):
+                self._begin(socket.recv_multipart())
+            for client in list(self._replays):
+                self._go_on(socket, client)
+
+    def _begin(self, request: list[bytes]) -> None:
+        """Begins a replay, instead of one that the client has asked for before. What is no request is ignored."""
+        if len(request) == 3 and len(request[2]) == 8:
+            replay = self._replays.setdefault(request[0], Replay())
+            replay.number, replay.stop = int.from_bytes(request[2], "big"), self._next
+
+    def _go_on(self, socket: zmq.Socket[bytes], client: bytes) -> None:
+        """Sends a client what is kept of the messages that it asked for, as long as it reads them."""
+        replay, flags = self._replays[client], zmq.NOBLOCK
+        try:
+            while not self._is_over.is_set():
+                number = max(replay.number, self._first)
+                if number >= replay.stop:
+                    self._reply(socket, client, b"", END, b"", flags)
+                    break
+                batch = self._sent.get(number)  # None: it went meanwhile
+                if batch is not None:
+                    self._reply(socket, client, self._topic, number.to_bytes(8, "big"), batch, flags)
+                    replay.queued, replay.last, flags = replay.last + len(batch), len(batch), zmq.Flag(0)
+                replay.number = number + 1
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:  # it has disconnected
+                raise
+        del self._replays[client]
+
+    def _reply(
+        self, socket: zmq.Socket[bytes], client: bytes, topic: bytes, number: bytes, batch: bytes, flags: zmq.Flag
+    ) -> None:
+        head = (client, b"") if self._arrays else (client, b"", topic)
+        socket.send_multipart((*head, number, batch), flags)

@@ -1,0 +1,196 @@
+"""What the publisher queues for clients is bounded, however many ask, and however slowly they read."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
+zmq = pytest.importorskip("zmq", reason="needs the extra events")
+
+from vmmkv.events import EventLog  # noqa: E402
+from vmmkv.events.publisher import MESSAGE_BYTES, EventPublisher  # noqa: E402
+
+MIB = 1 << 20
+END = b"\xff" * 8
+CLIENTS = 60
+PUBLISHER = """
+    import sys
+    import numpy as np
+    from vmmkv.events import EventLog
+    from vmmkv.events.publisher import EventPublisher
+
+    def memory():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    local, log, sent = "tcp://127.0.0.1:*", EventLog(16), 0
+    with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=int(sys.argv[1])) as publisher:
+        for line in sys.stdin:
+            for _ in range(int(line)):
+                log.stored(log.root(), 0, np.arange(4000) + (1 << 20))
+            print(memory(), publisher.endpoint, publisher.replay_endpoint, flush=True)
+"""
+
+
+class Publisher:
+    """A publisher in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def store(self, events: int) -> tuple[int, str, str]:
+        """Appends events of some 20 KB each; returns the memory that the process has, and the endpoints."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{events}\n")
+        self._process.stdin.flush()
+        memory, endpoint, replay_endpoint = self._process.stdout.readline().split()
+        return int(memory), endpoint, replay_endpoint
+
+    def memory(self) -> int:
+        return self.store(0)[0]
+
+
+@contextmanager
+def publishing(max_replay_bytes: int) -> Iterator[Publisher]:
+    command = [sys.executable, "-c", dedent(PUBLISHER), str(max_replay_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Publisher(process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4096)
+    yield context
+    context.destroy(linger=0)
+
+
+def client(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, kind: int = zmq.DEALER) -> zmq.Socket[bytes]:
+    """One that keeps next to nothing that it has not read."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RCVBUF, 4096)
+    if kind == zmq.SUB:
+        socket.subscribe("")
+    socket.connect(endpoint)
+    return socket
+
+
+def replayed(socket: zmq.Socket[bytes]) -> list[tuple[int, int]]:
+    """The numbers and sizes of the messages of a replay."""
+    found = []
+    while True:
+        assert socket.poll(300_000)
+        *_, number, batch = socket.recv_multipart()
+        if number == END:
+            return found
+        found.append((int.from_bytes(number, "big"), len(batch)))
+
+
+def ask(socket: zmq.Socket[bytes], number: int = 0) -> None:
+    socket.send_multipart([b"", number.to_bytes(8, "big")])
+
+
+def published(socket: zmq.Socket[bytes]) -> None:
+    """Waits until more was published than is kept, and nothing more comes."""
+    last, kept = -1, [(0, 0)]
+    while kept[0][0] == 0 or last < kept[-1][0]:
+        last = kept[-1][0]
+        ask(socket)
+        kept = replayed(socket) or [(0, 0)]
+
+
+def test_many_that_ask_and_do_not_read(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """8 bytes each: for none is more queued than two messages, others are served, and who reads late misses nothing."""
+    with publishing(8 * MIB) as publisher:
+        _, endpoint, replays = publisher.store(0)
+        subscribers = [client(context, endpoint, zmq.SUB) for _ in range(CLIENTS)]
+        assert len(subscribers) == CLIENTS
+        publisher.store(600)  # 12 MB
+        honest = client(context, replays)
+        published(honest)
+        before = publisher.memory()
+        stalled = [client(context, replays) for _ in range(CLIENTS)]
+        for _ in range(3):
+            for each in stalled:
+                ask(each)
+        ask(honest)
+        kept = replayed(honest)
+        publisher.store(10)
+        ask(honest, kept[-1][0] + 1)
+        replayed(honest)
+        grown = publisher.memory() - before
+        print(f"{grown / MIB=}")
+        assert grown < 16 * MIB, grown / MIB
+        numbers, sizes = zip(*kept)
+        assert list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+        assert numbers[0] > 0
+        assert 7 * MIB < sum(sizes) <= 8 * MIB
+        assert max(sizes) <= MESSAGE_BYTES
+        late = [number for number, _ in replayed(stalled[0])]
+        assert set(late) == set(range(min(late), max(late) + 1))
+        assert max(late) >= numbers[-1]
+
+
+def test_where_too_much_is_queued_the_next_ones_wait(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    with publishing(MIB) as publisher:
+        _, _, replays = publisher.store(200)
+        honest = client(context, replays)
+        published(honest)
+        before = publisher.memory()
+        stalled = [client(context, replays) for _ in range(CLIENTS)]
+        for _ in range(100):
+            for each in stalled:
+                ask(each)
+        publisher.store(50)
+        assert publisher.memory() - before < 8 * MIB
+        for each in stalled:
+            each.close(linger=0)
+        ask(honest)
+        assert replayed(honest)
+
+
+def test_messages_of_many_events_are_not_large(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """They are cut between events; one event is one message, whatever its size, and one that does not fit is not
+    kept."""
+    log, rng, local = EventLog(16), np.random.default_rng(), "tcp://127.0.0.1:*"
+    sizes = [int(size) for size in rng.integers(16, 8000, 100)]
+    for size in sizes:
+        log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, size))
+    log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, 100_000))
+    for size in sizes:
+        log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, size))
+    with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=50 * MIB) as publisher:
+        assert publisher.replay_endpoint
+        dealer = client(context, publisher.replay_endpoint)
+        events: list[int] = []
+        while len(events) < 2 * len(sizes) + 1:
+            ask(dealer)
+            events = []
+            while True:
+                assert dealer.poll(300_000)
+                *_, number, batch = dealer.recv_multipart()
+                if number == END:
+                    break
+                tokens = [len(event["token_ids"]) for event in msgspec.msgpack.decode(batch)[1]]
+                assert len(batch) <= MESSAGE_BYTES or len(tokens) == 1
+                events += tokens
+    assert events == [size // 16 * 16 for size in (*sizes, 100_000, *sizes)]
+
+
+def test_other_hosts_hear_nothing_by_default() -> None:
+    """Events hold token ids."""
+    endpoint = inspect.signature(EventPublisher).parameters["endpoint"].default
+    assert endpoint.startswith("tcp://127.0.0.1:")
