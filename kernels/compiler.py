@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, get_type_hints
 
 import torch
@@ -23,6 +24,7 @@ from numba import cuda, types
 from numba.cuda.core import ir
 
 from .context import beside_captures
+from .folders import private_folder
 
 TYPES = {int: types.int64, float: types.float32, bytes: types.int64}
 """What they are to the compiler; of a tensor map the code gets the address."""
@@ -84,16 +86,18 @@ class Kernel:
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """The kernel for a compute capability, from disk or from the compiler. Needs no GPU."""
-        path = _cache_folder() / f"{self._key(capability)}.ptx"
-        if path.exists():
+        path = None
+        with suppress(OSError):  # it is not there, or cannot be read
+            path = _cache_folder() / f"{self._key(capability)}.ptx"
             return path.read_text()
         bounds = self.threads, self.blocks_per_sm
         ptx = to_ptx(self.name, self.factory(*self.constants), self.structs, bounds, self._target(capability))
-        with suppress(OSError):  # without a disk it is made again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-            unfinished.write_text(ptx)
-            unfinished.replace(path)  # others may be doing the same
+        if path is not None:
+            with suppress(OSError):  # without a disk it is made again
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+                unfinished.write_text(ptx)
+                unfinished.replace(path)  # others may be doing the same
         return ptx
 
     def _target(self, capability: tuple[int, int]) -> tuple[Any, ...]:
@@ -178,4 +182,10 @@ def _sources() -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmmkv"
+    """Where PTX is kept. Raises `OSError` where there is no place for it."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "vmmkv"
+    try:
+        return Path.home() / ".cache" / "vmmkv"
+    except RuntimeError:  # without HOME, and with a user who is not in the list of users
+        return private_folder(Path(gettempdir()))

@@ -1,0 +1,45 @@
+"""Folders of this user alone, below those that all users may write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from tempfile import mkdtemp
+
+
+def private_folder(root: Path) -> Path:
+    """Returns a folder below `root` that no other user can read, write to, or put another in the place of; makes one
+    where there is none.
+
+    Raises:
+        OSError: there is none, and none can be made.
+    """
+    if not _keeps_others_out(root):
+        raise PermissionError(f"{root} belongs to another user, who could replace what is put there")
+    folders = private_folders(root)
+    return folders[0] if folders else Path(mkdtemp(prefix=_prefix(), dir=root))
+
+
+def private_folders(root: Path) -> list[Path]:
+    """Returns those that there are. What others have put there under such a name is passed over, links included."""
+    with suppress(OSError):
+        if _keeps_others_out(root):
+            return [folder for folder in sorted(root.glob(f"{_prefix()}*")) if _is_private(folder)]
+    return []
+
+
+def _prefix() -> str:
+    return f"vmmkv-{os.geteuid()}-"
+
+
+def _keeps_others_out(root: Path) -> bool:
+    """Whether nobody else can rename or remove what this user puts into a folder."""
+    status = root.stat()
+    return status.st_uid == os.geteuid() or bool(status.st_mode & stat.S_ISVTX)
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
