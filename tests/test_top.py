@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -22,16 +25,29 @@ import vmmkv
 from vmmkv import publication
 from vmmkv.cli.app import app
 from vmmkv.cli.top import draw
+from vmmkv.kernels.folders import private_folder
+from vmmkv.publication import start_of
 
+ROOTS = publication.roots
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(publication, "FOLDER", tmp_path)
+    monkeypatch.setattr(publication, "roots", lambda: [tmp_path])
     monkeypatch.setattr(publication, "INTERVAL", 0.01)
     yield
     vmmkv.unpublish()
+
+
+def files(root: Path) -> list[Path]:
+    """What is published below a folder."""
+    return sorted(path for path in root.glob("*/*"))
+
+
+def own(root: Path) -> Path:
+    """The folder below it that records of this user are put into, made where there is none."""
+    return private_folder(root)
 
 
 def top() -> list[dict[str, Any]]:
@@ -54,14 +70,14 @@ def publishing(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         from pathlib import Path
         import vmmkv
         from vmmkv import publication
-        publication.FOLDER, publication.INTERVAL = Path(sys.argv[1]), 0
+        publication.roots, publication.INTERVAL = lambda: [Path(sys.argv[1])], 0
         cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 8), 4, 80, max_bytes="64KiB", device="cpu", page_size=4096)
         vmmkv.publish()
     """
     return run_python(dedent(begin) + dedent(code), str(folder))
 
 
-def test_what_is_published_is_shown_and_follows() -> None:
+def test_what_is_published_is_shown_and_follows(tmp_path: Path) -> None:
     assert top() == []
     pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
     cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
@@ -77,16 +93,16 @@ def test_what_is_published_is_shown_and_follows() -> None:
     soon(lambda: shown(pool)["sequences"] == 0)
     vmmkv.unpublish()
     assert top() == []
-    assert not list(publication.FOLDER.iterdir())
+    assert not files(tmp_path)
 
 
 def test_a_killed_process_is_gone_from_the_table_and_its_file_too(tmp_path: Path) -> None:
     """Killed in the middle of writing, like as not."""
     process = publishing("time.sleep(0.05); os.kill(os.getpid(), 9)", tmp_path)
     assert process.returncode == -9
-    assert list(tmp_path.iterdir())
+    assert files(tmp_path)
     assert top() == []
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 KILLED = """
@@ -96,7 +112,7 @@ KILLED = """
     from vmmkv import publication
 
     signal.alarm(300)
-    publication.FOLDER, publication.INTERVAL = Path(sys.argv[1]), 0
+    publication.roots, publication.INTERVAL = lambda: [Path(sys.argv[1])], 0
     layout = vmmkv.KVLayout(1, 1, 64)
     def make():
         return vmmkv.KVCache(layout, 8, 800, max_bytes="256KiB", device="cpu", page_size=4096, lookahead=50)
@@ -125,8 +141,8 @@ KILLED = """
                 seen += len(record["pools"])
         os.kill(child, 9)
         os.waitpid(child, 0)
-        left = [path.name for path in publication.FOLDER.iterdir()]
-        assert publication.read_all() == [] == list(publication.FOLDER.iterdir()), left
+        left = [path.name for path in Path(sys.argv[1]).glob("*/*")]
+        assert publication.read_all() == [] == [*Path(sys.argv[1]).glob("*/*")], left
         with make() as cache, cache.sequence(100) as sequence:
             sequence.extend(100)
     vmmkv.publish()
@@ -140,7 +156,7 @@ def test_processes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
     child = run_python(KILLED, str(tmp_path), str(20 * ROUNDS))
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) > 0
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 def test_what_is_shown_is_always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +167,8 @@ def test_what_is_shown_is_always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path: Path) -> None:
-    path = tmp_path / f"vmmkv-{os.getuid()}-{os.getpid()}"
-    path.write_text(json.dumps({"pid": os.getpid(), "start": 0, "pools": []}))
+    path = own(tmp_path) / f"{os.getpid()}.json"
+    path.write_text(json.dumps({"pid": os.getpid(), "start": 0, "command": "", "time": 0.5, "pools": []}))
     assert top() == []
     assert not path.exists()
 
@@ -164,24 +180,161 @@ def test_the_end_of_a_process_and_its_forks(tmp_path: Path) -> None:
         if os.fork() == 0:
             sys.exit()
         os.wait()
-        print(os.listdir(sys.argv[1]) != [])
+        print([*Path(sys.argv[1]).glob("*/*")] != [])
         """,
         tmp_path,
     )
     assert process.stdout == "True\n", process.stderr
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
-def test_what_others_have_put_there_is_left_alone(tmp_path: Path) -> None:
-    pid = os.getpid()
-    for name, text in (("x", "{}"), (f"{pid}", "no JSON"), ("1.5", "{}"), (f"{pid}.1", "[1]"), (f"{pid}.2", "{}")):
-        (tmp_path / f"vmmkv-{os.getuid()}-{name}").write_text(text)
-    (tmp_path / f"vmmkv-{os.getuid()}-{pid}.3").mkdir()
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / f"vmmkv-{os.getuid()}-1").symlink_to(tmp_path / "fifo")
-    before = sorted(tmp_path.iterdir())
+def odd_records() -> list[str]:
+    """What a record of a live process may be instead of one: cut, of another version, or of other types."""
+    vmmkv.publish()
+    (record,) = top()
+    vmmkv.unpublish()
+    whole = json.dumps(record)
+    changed = [
+        *({"pid": value} for value in ("x", None, 1.5, True, [], -1, 10**400)),
+        *({"start": value} for value in ("x", None, float(record["start"]))),
+        *({"command": value} for value in (None, 7, ["x"])),
+        *({"time": value} for value in (None, "now", [], float("nan"), float("inf"))),
+        *({"pools": value} for value in (None, 7, "x", {}, [7], ["x"], [[]])),
+    ]
+    odd = [json.dumps(record | change) for change in changed]
+    odd += [json.dumps({name: value for name, value in record.items() if name != left}) for left in record]
+    odd += [whole[:end] for end in (0, 1, len(whole) // 2, len(whole) - 1)] + ["[1]", "{}", "null", "\0", "[" * 100_000]
+    odd += [whole.replace(str(record["start"]), "9" * 5000), whole + " " * (1 << 20)]
+    return odd
+
+
+def test_odd_records_are_passed_over(tmp_path: Path) -> None:
+    """By `top`, and by whoever publishes."""
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    path = own(tmp_path) / f"{os.getppid()}.json"
+    for text in odd_records():
+        path.write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {os.getppid()}'))
+        assert top() == [], text[:200]
+        vmmkv.publish()
+        assert shown(pool)["number"] == pool.number
+        vmmkv.unpublish()
+    path.write_bytes(b"\xff\xfe")
     assert top() == []
-    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_odd_pools_are_passed_over(tmp_path: Path) -> None:
+    """Also where they were whole at the last look."""
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    vmmkv.publish()
+    (record,) = top()
+    record["pools"] = [each for each in record["pools"] if each["number"] == pool.number]
+    for name, value in product(record["pools"][0], ("x", None, [], {}, {"x": "y"}, {"map": {}}, -1, 1e18, "[/]")):
+        odd = json.loads(json.dumps(record))
+        odd["pools"] = [{name: value}, odd["pools"][0] | {name: value}, {}, *record["pools"]]
+        later = odd | {"time": odd["time"] + 1}
+        for before in ([], [odd], [record], [later]):
+            console = Console(width=200, file=io.StringIO())
+            console.print(draw([odd], before))
+            assert f"{pool.number} (cpu)" in console.file.getvalue()
+
+
+def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
+    pid, folder = os.getpid(), own(tmp_path)
+    for name, text in (("x", "{}"), (f"{pid}", "no JSON"), ("1.5", "{}"), (f"{pid}.1", "[1]"), ("", "{}")):
+        (folder / f"{name}.json").write_text(text)
+    (folder / f"{pid}").write_text("{}")
+    (folder / f"{os.getppid()}.json").mkdir()
+    os.mkfifo(folder / "fifo")
+    (folder / "1.json").symlink_to(folder / "fifo")
+    before = files(tmp_path)
+    assert top() == []
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("what", ["file", "link", "folder of all", "link to one's own", "dangling"])
+def test_a_folder_that_others_could_read_or_write_is_not_used(tmp_path: Path, what: str) -> None:
+    """A file or a link under its name stops nobody, and nothing is read from there or written to it."""
+    target, planted = tmp_path / "target", tmp_path / f"vmmkv-{os.geteuid()}-1"
+    target.mkdir(mode=0o700)
+    record = {"pid": os.getppid(), "start": start_of(os.getppid()), "command": "", "time": 0.5, "pools": []}
+    (target / f"{os.getppid()}.json").write_text(json.dumps(record))
+    match what:
+        case "file":
+            planted.touch()
+        case "link":
+            planted.symlink_to("/")
+        case "folder of all":
+            target.rename(planted)
+            planted.chmod(0o770)
+        case "link to one's own":
+            planted.symlink_to(target)
+        case "dangling":
+            planted.symlink_to(tmp_path / "nowhere")
+    before = sorted(target.iterdir()) if target.exists() else []
+    assert top() == []
+    vmmkv.publish()
+    assert [each["pid"] for each in top()] == [os.getpid()]
+    (found,) = (path for path in files(tmp_path) if path.name == f"{os.getpid()}.json" and path.parent != planted)
+    assert found.parent.stat().st_mode & 0o777 == 0o700
+    assert (sorted(target.iterdir()) if target.exists() else []) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, folders and links of theirs, in a folder of all, and one that is theirs alone."""
+    tmp_path.chmod(0o755)
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    theirs.mkdir()
+    os.chown(theirs, 54321, 54321)
+    for number, make in enumerate((Path.touch, Path.mkdir, lambda path: path.symlink_to("/"))):
+        make(path := shared / f"vmmkv-0-{number}")
+        os.chown(path, 54321, 54321, follow_symlinks=False)
+    monkeypatch.setattr(publication, "roots", lambda: [tmp_path / "missing", theirs, shared])
+    vmmkv.publish()
+    assert [each["pid"] for each in top()] == [os.getpid()]
+    assert not list(theirs.iterdir())
+    assert [path.parent.stat().st_uid for path in shared.glob(f"*/{os.getpid()}.json")] == [0]
+
+
+def test_where_no_folder_can_be_used_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "roots", lambda: [tmp_path / "missing", Path("/proc")])
+    with pytest.raises(OSError, match=r"missing.*XDG_RUNTIME_DIR"):
+        vmmkv.publish()
+    assert top() == []
+
+
+def test_where_records_may_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is no folder for temporary files."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert ROOTS() == [tmp_path, Path("/dev/shm"), Path(tempfile.gettempdir())]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/shm")
+    assert ROOTS() == [Path("/dev/shm"), Path(tempfile.gettempdir())]
+
+    def none() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(publication, "gettempdir", none)
+    for value in ("", None):
+        if value is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+        assert ROOTS() == [Path("/dev/shm")]
+
+
+def test_another_process_finds_them_in_the_users_folder(tmp_path: Path) -> None:
+    """With nothing replaced."""
+    code = """
+        import subprocess, sys, vmmkv
+        vmmkv.publish()
+        command = "from vmmkv.cli import main; main()"
+        sys.exit(subprocess.run([sys.executable, "-c", command, "top", "--once", "--json"]).returncode)
+    """
+    child = run_python(code, fresh=True, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert child.returncode == 0, child.stderr
+    assert [each["pools"] for each in json.loads(child.stdout)] == [[]]
 
 
 def test_many_threads_publish_once(tmp_path: Path) -> None:
@@ -192,7 +345,7 @@ def test_many_threads_publish_once(tmp_path: Path) -> None:
         thread.join()
     assert len([thread for thread in threading.enumerate() if thread.name == "vmmkv-publisher"]) == 1
     vmmkv.unpublish()
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 def test_the_end_does_not_wait_for_a_pool_that_somebody_keeps(tmp_path: Path) -> None:
@@ -211,7 +364,7 @@ def test_the_end_does_not_wait_for_a_pool_that_somebody_keeps(tmp_path: Path) ->
         tmp_path,
     )
     assert (process.returncode, process.stderr) == (0, "")
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 def test_the_table() -> None:

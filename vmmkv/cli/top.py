@@ -20,6 +20,8 @@ COLUMNS = (
     *("process", "pool", "limit", "taken", "used", "sequences", "tokens"),
     *("cached", "ahead", "driver ms/s", "mapper ms/s"),
 )
+ODD = KeyError, TypeError, ValueError, AttributeError, ArithmeticError
+"""What reading a pool's statistics fails with if they are not those of this version."""
 Record = dict[str, Any]
 HINT = "No process of yours publishes its pools; one that calls vmmkv.publish() is shown here."
 
@@ -53,7 +55,10 @@ def top(
 def draw(records: list[Record], before: list[Record]) -> Table | str:
     """A table of what processes have published; `before` is what they had at the last look."""
     last = dict(_pools(before))
-    rows = [_row(*both, last.get(key)) for key, both in _pools(records)]
+    rows = []
+    for key, both in _pools(records):
+        with suppress(*ODD):
+            rows.append(_row(*both, last.get(key)))
     return make_table("Pools", COLUMNS, rows) if rows else HINT
 
 
@@ -61,7 +66,7 @@ def _pools(records: list[Record]) -> Iterator[tuple[Any, tuple[Record, Record]]]
     """Each pool, and its process, by what names it for as long as it lives."""
     for record in records:
         for pool in record["pools"]:
-            yield (record["pid"], record["start"], pool["number"]), (record, pool)
+            yield (record["pid"], record["start"], str(pool.get("number"))), (record, pool)
 
 
 def _row(record: Record, pool: Record, last: tuple[Record, Record] | None) -> list[str]:
@@ -73,7 +78,7 @@ def _row(record: Record, pool: Record, last: tuple[Record, Record] | None) -> li
         rates = [f"{each / seconds * 1000:.1f}" for each in spent]
     return [
         escape(f"{record['pid']} {record['command'][:30]}"),
-        f"{pool['number']} ({pool['device']})",
+        escape(f"{pool['number']} ({pool['device']})"),
         *(format_bytes(pool[f"{name}_bytes"]) for name in ("limit", "physical", "used")),
         f"{pool['sequences']:,}",
         f"{pool['tokens']:,}",

@@ -116,7 +116,7 @@ class EventPublisher:
         self._log, self._topic = log, topic.encode()
         self._rank, self._arrays = data_parallel_rank, arrays
         self._sent: dict[int, bytes] = {}
-        self._first = self._next = self._sent_bytes = 0  # messages [first, next) are in `_sent`
+        self._oldest = self._next = self._sent_bytes = 0  # messages [oldest, next) are in `_sent`
         self._max_replay, self._max_bytes = max_replay, max_replay_bytes
         self._replays: dict[bytes, Replay] = {}  # by client
         self._is_over = threading.Event()
@@ -197,8 +197,8 @@ class EventPublisher:
         self._next += 1
         self._sent_bytes += len(batch)
         while len(self._sent) > self._max_replay or self._sent_bytes > self._max_bytes:
-            self._sent_bytes -= len(self._sent.pop(self._first))
-            self._first += 1
+            self._sent_bytes -= len(self._sent.pop(self._oldest))
+            self._oldest += 1
 
     # Replays, in a thread of their own.
 
@@ -224,7 +224,7 @@ class EventPublisher:
         replay, flags = self._replays[client], zmq.NOBLOCK
         try:
             while not self._is_over.is_set():
-                number = max(replay.number, self._first)
+                number = max(replay.number, self._oldest)
                 if number >= replay.stop:
                     self._reply(socket, client, b"", END, b"", flags)
                     break
