@@ -32,7 +32,7 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
-from vmmkv.model_config import KV_DTYPES
+from vmmkv.layout import KV_DTYPES
 
 from .eight_bits_tables import logits_table, rounding_table
 

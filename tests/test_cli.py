@@ -87,7 +87,8 @@ def test_plan_of_the_longest_rows():
 def test_plan_reads_a_config(tmp_path: Path):
     path = tmp_path / "config.json"
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
-    path.write_text(json.dumps({"text_config": text | {"max_position_embeddings": 4096}, "dtype": "float32"}))
+    text |= {"model_type": "gemma3_text", "hidden_size": 256, "max_position_embeddings": 4096}
+    path.write_text(json.dumps({"model_type": "gemma3", "text_config": text, "dtype": "float32"}))
     result = plan("--config", str(path), "--memory", "1GiB")
     assert (result["token_bytes"], result["max_seq_len"], result["mean_tokens"]) == (2 * 2 * 64 * 4, 4096, 1024)
     result = plan("--config", str(path), "--memory", "1GiB", "--dtype", "float8_e4m3fn", "--max-seq-len", "100")
@@ -141,7 +142,9 @@ def write_config(folder: Path, **sizes: int) -> Path:
     folder.mkdir()
     path = folder / "config.json"
     usual = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    path.write_text(json.dumps(usual | {"hidden_size": 4096, "max_position_embeddings": 8192} | sizes))
+    path.write_text(
+        json.dumps(usual | {"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 8192} | sizes)
+    )
     return path
 
 
@@ -218,11 +221,12 @@ def test_plan_refuses_shares_below_a_page(tmp_path: Path):
     [
         "[1, 2]",
         '{"text_config": [1]}',
-        '{"num_hidden_layers": "x", "num_attention_heads": 4, "hidden_size": 64}',
-        '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
+        '{"model_type": "llama", "num_hidden_layers": "x", "num_attention_heads": 4, "hidden_size": 64}',
+        '{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
+        '{"model_type": ["llama"], "text_config": {"model_type": {}}}',
         "[" * 100_000,
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     path = tmp_path / "config.json"
@@ -235,7 +239,7 @@ def test_a_longest_sequence_that_is_no_number_of_tokens_is_refused_by_name(
     longest: str, error: type[Exception], tmp_path: Path
 ):
     path = tmp_path / "config.json"
-    sizes = '"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64'
+    sizes = '"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64'
     path.write_text(f'{{{sizes}, "max_position_embeddings": {longest}}}')
     raised = invoke("plan", "--config", str(path)).exception
     assert isinstance(raised, error)

@@ -86,12 +86,11 @@ LAYERS += [
     "vmmkv",
     "metrics",
     "torch",
-    "model_config",
     "schemes",
     "workload",
     "environment",
 ]
-LAYERS += ["integrations", "cli", "__main__"]
+LAYERS += ["integrations", "model_config", "cli", "__main__"]
 """Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""
 UPWARDS = {("sequence", "cache"), ("starting", "cache")}
 """The one exception: a type, for `Sequence.cache`, and for who makes sequences."""
@@ -118,9 +117,9 @@ PRIVATE = {
     "_version",
     # Numba: the variables of a function that it compiles, which it copies over and over.
     "_con",
-    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, says whether
-    # it is a graph, and which, pads it, and admits, ends and keeps; what `generate` makes of its arguments; the manager
-    # of its server, and what its handlers make of requests.
+    # transformers: which attention a model runs, and may run; how to make one of a config in a dtype; of continuous
+    # batching what runs a step, says whether it is a graph, and which, pads it, and admits, ends and keeps; what
+    # `generate` makes of its arguments; the manager of its server, and what its handlers make of requests.
     "_attn_implementation",
     "_build_generation_config",
     "_cached_continuous_batching_manager",
@@ -128,6 +127,7 @@ PRIVATE = {
     "_cb_config",
     "_cb_manager",
     "_create_batch_processor",
+    "_from_config",
     "_generation_step",
     "_get_forward_fn",
     "_get_graph_key",

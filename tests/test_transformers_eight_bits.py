@@ -28,7 +28,7 @@ from vmmkv.integrations.row_writes import RowWriter
 from vmmkv.integrations.scaled_states import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
-from vmmkv.model_config import KV_DTYPES
+from vmmkv.layout import KV_DTYPES
 
 MODES = [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}]
 

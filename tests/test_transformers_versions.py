@@ -20,6 +20,7 @@ TESTS = [
         for name in ("llama-gqa", "gemma3", "gemma4", "gpt-neox", "gpt-oss")
     ),
     f"test_continuous_batching.py::{BATCHING}_transformers_own_continuous_batching[mixtral]",
+    "test_model_config.py::test_a_layout_has_the_bytes_by_which_a_cache_grows_or_is_refused",
     "test_continuous_batching.py::test_several_answers_to_one_prompt[llama-gqa]",
     "test_continuous_batching_ahead.py::test_a_name_may_be_used_again",
     "test_serving.py::test_64_clients_get_the_text_of_generate_and_leave_nothing",
@@ -30,7 +31,7 @@ TESTS = [
 
 
 def test_the_newest_version_gives_the_same_tokens() -> None:
-    """In batches, made ahead as well, behind the server, and with a `VmmCache`."""
+    """In batches, made ahead as well, behind the server, and with a `VmmCache`; and layouts are those of its caches."""
     folder = os.environ.get("VMMKV_TRANSFORMERS")
     if not folder:
         pytest.skip(f"VMMKV_TRANSFORMERS names no folder with transformers {TESTED[-1]}")

@@ -201,6 +201,35 @@ class KVLayout:
         return sum(-(-tokens * record // page_size) for record in self.record_bytes)
 
 
+def dtype_from_name(name: str | None) -> torch.dtype:
+    """The dtype called `name`, bfloat16 for None; raises `DtypeError` for one that vmmkv does not hold."""
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    dtype = names.get(str(name or "bfloat16"))
+    if dtype is None:
+        raise DtypeError(f"asked for K and V as {name}; vmmkv holds {', '.join(names)}")
+    return dtype
+
+
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What K and V may be kept in, with scales, instead of a model's own dtype, by the name that users give it."""
+
+
+def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
+    """The 8-bit format called `name`; None for None: K and V are kept in their own dtype.
+
+    Raises:
+        DtypeError: there is no such format.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in KV_DTYPES:
+        raise DtypeError(
+            f"asked for kv_dtype={name!r}; it must be one of {', '.join(map(repr, KV_DTYPES))}, or None: K and V in "
+            "the model's dtype"
+        )
+    return KV_DTYPES[name]
+
+
 def as_index(name: str, value: object) -> int:
     """What was given under a name, where it is a whole number; a truth value is none.
 

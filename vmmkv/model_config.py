@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from .errors import DtypeError, LayoutError
-from .layout import DTYPES, KVLayout
+from .errors import LayoutError
+from .layout import MAX_LAYERS, KVLayout, dtype_from_name, shown, whole_number
 
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-NUM_HEADS = ("num_attention_heads", "n_head", "num_heads")
-NUM_KV_HEADS = ("num_key_value_heads_per_layer", "num_key_value_heads", "multi_query_group_num")
-HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 MAX_SEQ_LEN = ("max_position_embeddings", "n_positions")
 
-CLASS_DEFAULTS = ("num_key_value_heads", "head_dim")
-"""Sizes that a nested config leaves out where they are its class's defaults, which differ between classes."""
-
-EVEN_LAYER_TYPES = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
-"""Layers that keep K and V of every token that they attend to, all in one shape."""
-
-UNEVEN_KEYS = (
-    "attn_layer_indices",
-    "attn_layer_period",
-    "block_configs",
-    "full_attention_interval",
-    "global_head_dim",
-    "hybrid_override_pattern",
-    "is_encoder_decoder",
-    "num_global_key_value_heads",
-    "per_layer_config",
-    "swa_head_dim",
-    "swa_num_key_value_heads",
-)
-"""Keys of models whose layers keep different shapes, or something else than K and V."""
+DIVIDED = {"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"}
+"""Types of models whose layers all keep K and V of `num_key_value_heads` heads of `head_dim`, and whose heads divide
+`hidden_size` where the config has no `head_dim`."""
+STATED = {"gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "minimax_m2", "qwen3", "qwen3_moe"}
+"""The same, but without a `head_dim` the heads have some width of the type's own."""
+LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+"""Types whose layers all keep latents: as K what K and V are made from, as V the rotary part of K."""
+WRAPPERS = {"gemma3", "kimi_k25", "llama4"}
+"""Types of multimodal models whose `text_config` is one of those above."""
 
 
 def layout_from_config(
@@ -45,102 +31,82 @@ def layout_from_config(
     layers_per_range: int | None = None,
     scales: str | None = None,
 ) -> KVLayout:
-    """The layout of what transformers caches for a model.
+    """The layout of what transformers caches for a model: of the layers that keep K and V, in their order.
+
+    A layer with an attention window counts as one that keeps all tokens. States that do not grow with the tokens, as of
+    linear attention, and the K and V of images and encoders are not counted.
+
+    Runs the model without weights, which takes about a second, where transformers is installed and has it. Else only a
+    few types are known.
 
     Args:
-        config: the content of a `config.json`, or a transformers config. A multimodal model's `config.json` may
-            leave out sizes of its `text_config`; `AutoConfig` fills them in.
+        config: the content of a `config.json`, or a transformers config.
         dtype: of K and V; None is the config's own, bfloat16 where it names none.
         layers_per_range: see `KVLayout`.
         scales: see `KVLayout`.
 
     Raises:
-        LayoutError: a size is missing, or the layers keep different things: make a `KVLayout` by hand then.
+        LayoutError: neither transformers nor vmmkv knows the model, or its layers keep something else than K and V of
+            each token: make a `KVLayout` by hand then.
         DtypeError: the config names a dtype that vmmkv does not hold, or one without scales where they are asked for.
     """
     whole: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()  # type: ignore[attr-defined]
     text = text_config(whole)
-    uneven = sorted(set(text.get("layer_types") or ()) - EVEN_LAYER_TYPES)
-    uneven += [key for key in UNEVEN_KEYS if text.get(key)]
-    if uneven:
+    names = (part.get(key) for part in (text, whole) for key in ("dtype", "torch_dtype"))
+    dtype = dtype or dtype_from_name(next(filter(None, names), None))
+    try:
+        states = _asked(config) or _known(whole)
+    except LayoutError as error:
         raise LayoutError(
-            f"not every layer of this model keeps K and V of one shape: its config has {', '.join(uneven)}. "
-            "Make a KVLayout of the layers that do"
-        )
-    # The last layers of Gemma 3n read the K and V of earlier ones.
-    num_layers = _find(text, NUM_LAYERS) - (text.get("num_kv_shared_layers") or 0)
-    num_kv_heads, head_dim, v_head_dim = _heads(text, complete=text is whole or whole is not config)
-    return KVLayout(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype or dtype_from_name(_get(text, "dtype", "torch_dtype") or _get(whole, "dtype", "torch_dtype")),
-        v_head_dim=v_head_dim,
-        layers_per_range=layers_per_range,
-        scales=scales,
-    )
+            f"{error}. If its layers keep K and V alike, give their sizes (--layers, or KVLayout)"
+        ) from error
+    heads, k_widths, v_widths = (each[0] if len(set(each)) == 1 else each for each in zip(*states))
+    return KVLayout(len(states), heads, k_widths, dtype, v_widths, layers_per_range, scales)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model."""
-    text: Mapping[str, Any] = config.get("text_config") or config
+    """The part of a config that describes the language model.
+
+    Raises:
+        LayoutError: it is no object.
+    """
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise LayoutError(f"got a text_config of type {type(text).__name__}; it must be an object")
     return text
 
 
-def dtype_from_name(name: str | None) -> torch.dtype:
-    """The dtype called `name`, bfloat16 for None; raises `DtypeError` for one that vmmkv does not hold."""
-    names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    dtype = names.get(name or "bfloat16")
-    if dtype is None:
-        raise DtypeError(f"asked for K and V as {name}; vmmkv holds {', '.join(names)}")
-    return dtype
-
-
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""What K and V may be kept in, with scales, instead of a model's own dtype, by the name that users give it."""
-
-
-def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
-    """The 8-bit format called `name`; None for None: K and V are kept in their own dtype.
-
-    Raises:
-        DtypeError: there is no such format.
-    """
-    if name is None:
+def _asked(config: Mapping[str, Any] | object) -> Sequence[tuple[int, int, int]] | None:
+    """KV heads, width of K and of V in each layer, of a model that transformers has; None for another."""
+    try:
+        from .integrations.cached_states import cached_states
+    except ImportError:
         return None
-    if not isinstance(name, str) or name not in KV_DTYPES:
-        raise DtypeError(
-            f"asked for kv_dtype={name!r}; it must be one of {', '.join(map(repr, KV_DTYPES))}, or None: K and V in "
-            "the model's dtype"
-        )
-    return KV_DTYPES[name]
+    return cached_states(config)
 
 
-def _heads(text: Mapping[str, Any], complete: bool) -> tuple[Any, Any, Any]:
-    """KV heads, width of K, width of V; each one number or one per layer."""
-    if text.get("kv_lora_rank"):
-        # What is cached are the latents: as K what K and V are made from, as V the rotary part of K.
-        return 1, text["kv_lora_rank"], _find(text, ("qk_rope_head_dim",))
-    missing = [key for key in CLASS_DEFAULTS if key not in text]
-    if missing and not complete:
-        raise LayoutError(
-            f"text_config leaves out {' and '.join(missing)}, for which each class of models has a default of its "
-            f"own; it has {', '.join(sorted(text))}. Give the config that transformers.AutoConfig loads, or the sizes"
-        )
-    num_heads = _find(text, NUM_HEADS)
-    num_kv_heads = _get(text, *NUM_KV_HEADS) or num_heads
-    if text.get("multi_query") and not text.get("new_decoder_architecture"):
-        num_kv_heads = 1
-    return num_kv_heads, _get(text, "head_dim") or _find(text, HIDDEN_SIZE) // num_heads, text.get("v_head_dim")
+def _known(config: Mapping[str, Any]) -> Sequence[tuple[int, int, int]]:
+    """The same for a few types of models, from the config."""
+    kind, text = str(config.get("model_type")), text_config(config)
+    if text is not config and kind in WRAPPERS:
+        kind = str(text.get("model_type"))
+    if kind in LATENT:
+        return [(1, _size(text, "kv_lora_rank"), _size(text, "qk_rope_head_dim"))] * _size(text, "num_hidden_layers")
+    if kind not in DIVIDED | STATED:
+        hint = "transformers does not have it" if find_spec("transformers") else "`pip install vmmkv[hf]` adds many"
+        known = ", ".join(sorted(DIVIDED | STATED | LATENT))
+        raise LayoutError(f"got model_type={config.get('model_type')!r}: {hint}, and vmmkv itself knows {known}")
+    if kind in DIVIDED and text.get("head_dim") is None:
+        width = _size(text, "hidden_size") // _size(text, "num_attention_heads")
+    else:
+        width = _size(text, "head_dim")
+    return [(_size(text, "num_key_value_heads"), width, width)] * _size(text, "num_hidden_layers")
 
 
-def _get(config: Mapping[str, Any], *keys: str) -> Any:
-    """The first of `keys` that has a value; None where none has."""
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-def _find(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    value = _get(config, *keys)
-    if value is None:
-        raise LayoutError(f"looked for {' or '.join(keys)} in the config; it has {', '.join(sorted(config))}")
-    return value
+def _size(text: Mapping[str, Any], key: str) -> int:
+    if text.get(key) is None:
+        raise LayoutError(f"looked for {key} in the config of the language model; it has {', '.join(sorted(text))}")
+    size = whole_number(key, text[key])
+    if not 1 <= size <= MAX_LAYERS:
+        raise LayoutError(f"the config has {key}={shown(size)}; it must be between 1 and {MAX_LAYERS}")
+    return size

@@ -4,7 +4,8 @@
 
 Each is run with left padding, in chunks and token by token: with vmmkv's attention, and with vmmkv's caches under each
 attention. Logits must be those of transformers' eager attention and `DynamicCache`. Those that generate run under
-continuous batching on rows, too: their tokens must be those of `generate`. On the CPU kernels are replaced by
+continuous batching on rows, too: their tokens must be those of `generate`. The layout that vmmkv finds for each must
+have the bytes by which a cache grows. On the CPU kernels are replaced by
 plain PyTorch, so that what they are told is checked; on a GPU they run. Ends with 1 if anything differs or fails. Needs
 the extras `cli` and `hf`.
 """
@@ -37,6 +38,7 @@ from vmmkv.cli.output import console, errors
 from .batching import check_batching
 from .check import CASES, Outcome, check
 from .models import UNPADDED, kinds, why_left_out
+from .sizes import check_size
 
 LOOKS = {
     "same": "[green]same",
@@ -63,16 +65,22 @@ def main(
     quiet()
     reasons = {kind: why_left_out(kind) for kind in model or kinds()}
     results: dict[str, list[Outcome]] = {}
+    sizes: dict[str, Outcome] = {}
     with Progress(console=errors, transient=True) as progress:
         task = progress.add_task("", total=len(reasons))
         for kind, reason in reasons.items():
             progress.update(task, description=kind, advance=1)
+            sizes[kind] = check_size(kind)
             if not reason:
                 results[kind] = [*check(kind, where), check_batching(kind, where)]
-    show(results, reasons)
+    show(results, reasons, sizes)
     if json_file:
-        json_file.write_text(json.dumps(as_json(results, reasons, where), indent=1) + "\n")
-    wrong = [kind for kind, outcomes in results.items() if any(o.verdict in ("differs", "failed") for o in outcomes)]
+        json_file.write_text(json.dumps(as_json(results, reasons, sizes, where), indent=1) + "\n")
+    wrong = [
+        kind
+        for kind in reasons
+        if any(outcome.verdict in ("differs", "failed") for outcome in (sizes[kind], *results.get(kind, ())))
+    ]
     if wrong:
         errors.print(f"Wrong: {', '.join(wrong)}", style="red")
         raise typer.Exit(1)
@@ -87,7 +95,7 @@ def quiet() -> None:
     torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
 
-def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None]) -> None:
+def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None], sizes: dict[str, Outcome]) -> None:
     table = Table("model", *COLUMNS, "vmmkv runs")
     for kind, outcomes in results.items():
         table.add_row(kind, *[LOOKS[outcome.verdict] for outcome in outcomes], ran(outcomes[0]))
@@ -101,7 +109,11 @@ def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None]) -> N
         console.print(f"left out ({count}): {reason}: {', '.join(names)}", markup=False)
     for kind in sorted(UNPADDED.keys() & results.keys()):
         console.print(f"run without padding: {kind}: {UNPADDED[kind]}", markup=False)
-    for case, outcomes in zip((*CASES, BATCHING), zip(*results.values())):
+    for kind, outcome in sizes.items():
+        if outcome.verdict != "same":
+            console.print(f"{kind}, layout: {outcome.verdict}: {outcome.detail}", markup=False)
+    by_case = dict(zip((*CASES, BATCHING), zip(*results.values())))
+    for case, outcomes in (by_case | {("layout", "DynamicCache"): tuple(sizes.values())}).items():
         counts = Counter(LOOKS[outcome.verdict].partition("]")[2] for outcome in outcomes)
         console.print(f"{' with '.join(case)}: {', '.join(f'{n} {v}' for v, n in counts.items())}", markup=False)
 
@@ -113,7 +125,9 @@ def ran(outcome: Outcome) -> str:
     return ", ".join(["kernels"] * bool(outcome.kernel_calls) + [f"not: {reason}" for reason in outcome.fallbacks])
 
 
-def as_json(results: dict[str, list[Outcome]], reasons: dict[str, str | None], device: str) -> dict[str, object]:
+def as_json(
+    results: dict[str, list[Outcome]], reasons: dict[str, str | None], sizes: dict[str, Outcome], device: str
+) -> dict[str, object]:
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -122,6 +136,7 @@ def as_json(results: dict[str, list[Outcome]], reasons: dict[str, str | None], d
             kind: {"/".join(case): asdict(outcome) for case, outcome in zip((*CASES, BATCHING), outcomes)}
             for kind, outcomes in results.items()
         },
+        "layouts": {kind: {"verdict": of.verdict, "detail": of.detail} for kind, of in sizes.items()},
         "left_out": {kind: reason for kind, reason in reasons.items() if reason},
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -58,6 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ctrl": {"dff": 96},
     "dbrx": {"attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "diffllama": {"num_key_value_heads": 2},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "git": {"image_size": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -66,6 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 4, "n_groups": 1},
     "minimax_m3_vl_text": {
         "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
         "index_block_size": 4,
@@ -124,12 +127,25 @@ def why_left_out(kind: str) -> str | None:
     return None
 
 
+def config_of(kind: str) -> PreTrainedConfig:
+    """The configuration of a small model of one kind."""
+    config_class = kinds()[kind].config_class
+    return config_class(**sizes_of(config_class))
+
+
+def whole_config_of(kind: str) -> PreTrainedConfig:
+    """The same, as a `config.json` has it: of a model whose language model is of this kind, where that has no other."""
+    own = kinds()[kind].config_class
+    types = [name for name, of in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if of == kind]
+    classes = [CONFIG_MAPPING[name] for name in types]
+    config_class = own if own in classes or not classes else classes[0]
+    return config_class(**sizes_of(config_class))
+
+
 def build(kind: str, attention: str = "eager", device: str = "cpu") -> PreTrainedModel:
     """A model of one kind in fp32, with the same weights at each call."""
-    model_class = kinds()[kind]
-    sizes = sizes_of(model_class.config_class) | OVERRIDES.get(model_class.config_class.model_type, {})
     torch.manual_seed(0)
-    model = model_class._from_config(model_class.config_class(**sizes), attn_implementation=attention)
+    model = kinds()[kind]._from_config(config_of(kind), attn_implementation=attention)
     torch.manual_seed(0)
     stir(model)
     return model.to(device).eval()
@@ -146,8 +162,11 @@ def sizes_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         if distinct == ["full_attention"] and "sliding_window" in known:
             distinct = ["sliding_attention", "full_attention"]
         sizes["layer_types"] = [distinct[layer % len(distinct)] for layer in range(LAYERS)]
-    parts = {name: part for name, part in config_class.sub_configs.items() if part is not AutoConfig}
-    return sizes | {name: sizes_of(part) for name, part in parts.items()}
+    for name, part in config_class.sub_configs.items():
+        part_class = type(known.get(name)) if part is AutoConfig else part
+        if issubclass(part_class, PreTrainedConfig):
+            sizes[name] = {"model_type": part_class.model_type} | sizes_of(part_class)
+    return sizes | OVERRIDES.get(config_class.model_type, {})
 
 
 @torch.no_grad()

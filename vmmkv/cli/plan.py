@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,11 @@ import numpy as np
 import typer
 
 from ..arguments import check_size
-from ..errors import BudgetError, LayoutError, VmmkvError
-from ..layout import KVLayout
+from ..errors import BudgetError, LayoutError
+from ..layout import KVLayout, dtype_from_name, kv_dtype_from_name
 from ..memory.budget import parse_bytes
 from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
-from ..model_config import MAX_SEQ_LEN, dtype_from_name, kv_dtype_from_name, layout_from_config, text_config
+from ..model_config import MAX_SEQ_LEN, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
 from ..space.arena import check_address_space
@@ -65,6 +66,10 @@ def plan(
     Compares a static reservation of max-seq-len, a block table with blocks of 16 tokens, a range of 2 MiB pages for
     K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
     lengths around the mean, as many shorter as longer.
+
+    For a config, transformers runs the model without weights, and the command counts what the layers cache; a layer with
+    an attention window counts as one that keeps all tokens. It refuses models whose layers cache something else than K
+    and V. Without transformers (pip install "vmmkv[hf]") it knows a few types of models.
 
     With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory:
     what fits of each at all times, as --guaranteed says, while the others are idle, and of all at once.
@@ -121,15 +126,10 @@ def _plan_model(
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
     """The layout of a model, and the longest sequence that its config names."""
     config = _read_config(path)
-    try:
-        layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales)
-    except VmmkvError:
-        raise
-    except (AttributeError, ArithmeticError, TypeError, ValueError) as error:
-        raise LayoutError(f"{path} is no model's config: {error}") from None
     text = text_config(config)
     key = next((key for key in MAX_SEQ_LEN if text.get(key)), None)
-    return layout, check_size(key, text[key]) if key else None
+    longest = check_size(key, text[key]) if key else None
+    return layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales), longest
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -283,7 +283,8 @@ def _print(result: dict[str, Any]) -> None:
     if cache := result.get("cache"):
         what = f"{cache['batch']:,} sequences of {cache['tokens']:,} tokens"
         rows.append((what, f"{format_bytes(cache['bytes'])} ({cache['bytes']:,} bytes)"))
-    layout = "{num_layers} layers, {num_kv_heads} KV heads, head_dim {head_dim}, {dtype}".format(**result)
+    heads, width = _sizes(result["num_kv_heads"]), _sizes(result["head_dim"])
+    layout = f"{result['num_layers']} layers, {heads} KV heads, head_dim {width}, {result['dtype']}"
     if result["scales"]:
         layout += f", scales by {result['scales']}"
     console.print(make_table(layout, ("what", "how much"), rows))
@@ -297,3 +298,8 @@ def _print(result: dict[str, Any]) -> None:
             ],
         )
     )
+
+
+def _sizes(sizes: int | Sequence[int]) -> str:
+    """Of all layers, or those of different layers."""
+    return " or ".join(map(str, sorted(set(sizes)))) if isinstance(sizes, Sequence) else str(sizes)

@@ -43,9 +43,9 @@ from transformers.cli.serving.utils import (
 )
 
 from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
+from ..layout import kv_dtype_from_name
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
-from ..model_config import kv_dtype_from_name
 from ..publication import publish
 from . import serving_fields
 from .batching import check_version

@@ -36,9 +36,8 @@ from ..errors import (
     ShapeError,
     UnsupportedError,
 )
-from ..layout import DTYPES
+from ..layout import DTYPES, kv_dtype_from_name
 from ..memory.pool import FramePool
-from ..model_config import kv_dtype_from_name
 from .batch import Limits
 from .compiled_group import CompiledLayerGroup
 from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer

@@ -1,0 +1,137 @@
+"""What a model of transformers hands to its cache, found by running the model without weights.
+
+Configurations say it in too many ways to read: some layers keep nothing, some keep other shapes, some keep K and V
+twice. So the model is built on the `meta` device, where tensors have shapes and no numbers, and makes one forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import Cache, EncoderDecoderCache, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from ..errors import LayoutError
+
+TOKENS = 3
+"""Of the forward pass: fewer than any attention window has."""
+
+KNOWN_LAYERS = {
+    "DummyLayer",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionLayer",
+}
+"""Cache layers in which nothing but K and V grows with the tokens. Others keep the keys of an indexer, or compress."""
+
+KINDS: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+"""Classes of models by the classes of their configs: first those of language models."""
+
+
+class LayerStates(NamedTuple):
+    """The K and V that one layer keeps of a token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+
+def cached_states(config: Mapping[str, Any] | object) -> list[LayerStates] | None:
+    """The K and V of the layers that keep any, in their order; None for a model that transformers does not have.
+
+    Args:
+        config: the content of a `config.json`, or a transformers config.
+
+    Raises:
+        LayoutError: transformers refuses the config, the model does not run without weights, or its layers keep
+            something else than K and V for each token, or nothing.
+    """
+    model_type = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
+    kind = f"{model_type} of transformers {transformers.__version__}"
+    try:
+        loaded = _load(config) if isinstance(config, Mapping) else config
+        found = _model(loaded) if isinstance(loaded, PreTrainedConfig) else None
+        layers = _run(*found) if found else None
+    except LayoutError:
+        raise
+    except Exception as error:  # whatever the code of a config or a model raises
+        raise LayoutError(f"{kind} does not run without weights: {type(error).__name__}: {error}") from error
+    if layers is None:
+        return None
+    more = {type(layer).__name__ for layer in layers} - KNOWN_LAYERS
+    if more:
+        raise LayoutError(f"layers of {kind} keep more than K and V of each token: {', '.join(sorted(more))}")
+    # Layers without K: linear attention, cross-attention, those that read the K and V of another layer.
+    states = [_states(layer, kind) for layer in layers if getattr(layer, "keys", None) is not None]
+    if not states:
+        raise LayoutError(f"{kind} keeps no K and V in a cache")
+    return states
+
+
+def _load(config: Mapping[str, Any]) -> PreTrainedConfig | None:
+    """The config as transformers completes it; None for a type that it does not have."""
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        return None
+    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
+
+
+def _model(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig] | None:
+    """The class of the language model, or of the whole model where that has none of its own, and its config."""
+    text = config.get_text_config(decoder=True)
+    if text.is_encoder_decoder:
+        raise LayoutError(f"{config.model_type} has an encoder, whose K and V do not grow with the tokens")
+    for kinds in KINDS:
+        for part in (text, config):
+            if type(part) in kinds:
+                model_class = kinds[type(part)]
+                return model_class, text if isinstance(text, model_class.config_class) else config
+    return None
+
+
+class _AsIfZero(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what depends on the numbers of tensors that have none as if all were zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **kwargs or {})
+        except RuntimeError:
+            if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+                raise
+        zeros = tree_map_only(torch.Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), (args, kwargs or {}))
+        answer = func(*zeros[0], **zeros[1])
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), answer)
+
+
+def _run(model_class: Any, config: PreTrainedConfig) -> list[Any]:
+    """The layers of the cache after a forward pass of a few tokens."""
+    # Experts one after another would depend on the routing; batched, they do not.
+    how = {"attn_implementation": "eager", "experts_implementation": "batched_mm", "dtype": torch.bfloat16}
+    with torch.device("meta"), torch.no_grad(), _AsIfZero():  # type: ignore[no-untyped-call]
+        model = model_class._from_config(copy.deepcopy(config), **how).eval()
+        output = model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=True)
+    cache = next((value for value in output.values() if isinstance(value, Cache)), None)
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    return cache.layers if cache else []
+
+
+def _states(layer: Any, kind: str) -> LayerStates:
+    k, v = layer.keys, layer.values
+    like = (1, k.shape[1], TOKENS, torch.bfloat16)
+    for states in (k, v):
+        if states.dim() != 4 or (*states.shape[:3], states.dtype) != like:
+            shapes = f"K {[*k.shape]} {k.dtype} and V {[*v.shape]} {v.dtype}"
+            raise LayoutError(
+                f"a layer of {kind} keeps {shapes} of {TOKENS} tokens, which is not a head's K and V each"
+            )
+    return LayerStates(k.shape[1], k.shape[3], v.shape[3])
