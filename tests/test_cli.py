@@ -95,6 +95,15 @@ def test_plan_reads_a_config(tmp_path: Path):
     assert (result["token_bytes"], result["max_seq_len"]) == (2 * 2 * 64, 100)
 
 
+def test_plan_shows_the_sizes_of_layers_that_differ(tmp_path: Path):
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    widths = {"head_dim": 16, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    path.write_text(json.dumps({"model_type": "gemma4_text", "num_kv_shared_layers": 0} | sizes | widths))
+    assert plan("--config", str(path))["token_bytes"] == 2 * (16 + 32) * 2 * 2 * 2
+    assert "4 layers, 2 KV heads, head_dim 16 or 32, bfloat16" in invoke("plan", "--config", str(path)).stdout
+
+
 def test_plan_takes_a_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch):
     driver = SimpleNamespace(memory_info=lambda: (64 << 30, 80 << 30))
     monkeypatch.setattr("vmmkv.cli.plan.open_driver", lambda: driver)

@@ -22,7 +22,8 @@ CACHE_LAYERS = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
 REFUSED = {
     *("BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM"),
     *("MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM"),
-    *("ProphetNetForCausalLM", "WhisperForCausalLM"),  # these have encoders
+    *("ProphetNetForCausalLM", "WhisperForCausalLM"),
+    *("MusicgenForCausalLM", "MusicgenMelodyForCausalLM"),  # these have encoders
     *("AXK2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM"),
     *("GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "MiniMaxM3VLForCausalLM", "Qwen4ExpForCausalLM"),  # these keep more
     *("FalconMambaForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM", "OpenAIGPTLMHeadModel"),

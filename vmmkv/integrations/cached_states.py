@@ -88,7 +88,7 @@ def _load(config: Mapping[str, Any]) -> PreTrainedConfig | None:
 def _model(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig] | None:
     """The class of the language model, or of the whole model where that has none of its own, and its config."""
     text = config.get_text_config(decoder=True)
-    if text.is_encoder_decoder:
+    if config.is_encoder_decoder or text.is_encoder_decoder:
         raise LayoutError(f"{config.model_type} has an encoder, whose K and V do not grow with the tokens")
     for kinds in KINDS:
         for part in (text, config):
