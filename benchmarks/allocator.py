@@ -21,7 +21,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.memory.frames import LARGE
 
 BATCH = 256

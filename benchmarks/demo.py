@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.environment import environment, print_result
 from vmmkv.cli.demo import demo
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 
 @wraps(demo)

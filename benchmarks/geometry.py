@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vmmkv import KVLayout
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.driver.driver import Driver, open_driver
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32)

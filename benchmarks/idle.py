@@ -27,7 +27,7 @@ from vmmkv.cli.batching import Batching
 from vmmkv.cli.demo import STATIC_TOKENS, make_cache
 from vmmkv.cli.options import Device, JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, format_bytes, make_table
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .virtual import BlockPool

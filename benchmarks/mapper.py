@@ -24,7 +24,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.memory.driver import Driver
+from vmmkv.driver.driver import Driver
 from vmmkv.workload import conversations
 
 from .geometry import open_geometry

@@ -34,7 +34,7 @@ from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
 from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.budget import parse_bytes
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 from .engine.engine import Engine
 from .engine.model import MODELS, random_model

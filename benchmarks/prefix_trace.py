@@ -32,7 +32,7 @@ from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.events import EventLog, Removed, Stored
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 from vmmkv.workload import TraceError, read_trace
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.memory.driver import Driver
+from vmmkv.driver.driver import Driver
 from vmmkv.memory.frames import LARGE
 from vmmkv.reuse.promoting import HOT
 

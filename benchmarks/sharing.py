@@ -25,7 +25,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import SHARED_PAGE, KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table
-from vmmkv.memory.driver import Driver
+from vmmkv.driver.driver import Driver
 from vmmkv.memory.frames import LARGE
 
 from .allocator import in_turns, microseconds, raw_calls, spread

@@ -28,7 +28,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.memory.budget import parse_bytes
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 from .engine.engine import Engine
 from .serve import options

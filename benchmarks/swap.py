@@ -24,7 +24,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 from .geometry import layout_on
 from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, synchronize

@@ -29,7 +29,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, format_bytes, make_table
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 from .geometry import layout_on
 from .processes import run_processes

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import vmmkv
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
-from vmmkv.memory.driver import Handle
-from vmmkv.memory.driver.host import HostDriver
+from vmmkv.driver.driver import Handle
+from vmmkv.driver.host import HostDriver
 from vmmkv.space.mapper import Mapper
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
@@ -32,7 +32,7 @@ class BookkeepingDriver(HostDriver):
     """
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(vmmkv.memory.driver.DEFAULT_PAGE_SIZE)
+        super().__init__(vmmkv.driver.driver.DEFAULT_PAGE_SIZE)
         self.nbytes = nbytes
         self._numbers = itertools.count()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from conftest import small_driver
 from faulty import FaultyDriver
 
-from vmmkv.memory.driver import Handle
+from vmmkv.driver.driver import Handle
 
 NUM_ARGUMENTS = {
     "reserve": 5,

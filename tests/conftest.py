@@ -28,7 +28,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 import vmmkv
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.driver.driver import Driver, open_driver
 
 ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
 """How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import vmmkv
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
-from vmmkv.memory.driver import Driver, Handle
+from vmmkv.driver.driver import Driver, Handle
 
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import vmmkv
 from vmmkv.memory import monitor
-from vmmkv.memory.driver.limits import mappings
+from vmmkv.driver.limits import mappings
 
 SOURCES = str(Path(vmmkv.__file__).parent)
 MONITOR = str(monitor.__file__)

@@ -11,7 +11,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import allocator, tables
-from vmmkv.memory.driver.host import HostDriver
+from vmmkv.driver.host import HostDriver
 
 SIZE = 1 << 14
 """The least page of 16 tokens in 32 layers."""

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from benchmarks import sharing, tables
 from benchmarks.geometry import SMALL
 from vmmkv import KVCache
-from vmmkv.memory.driver import open_driver
-from vmmkv.memory.driver.host import HostDriver
+from vmmkv.driver.driver import open_driver
+from vmmkv.driver.host import HostDriver
 
 APP = Typer()
 APP.command()(sharing.main)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv.errors import DriverError
-from vmmkv.memory.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, LoopedCalls
+from vmmkv.driver.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, LoopedCalls
 from vmmkv.memory.compiled_calls import CompiledCalls
-from vmmkv.memory.driver import Handle
-from vmmkv.memory.meter import Meter
+from vmmkv.driver.driver import Handle
+from vmmkv.driver.meter import Meter
 
 ARGUMENTS = {"create": 4, "release": 1, "map": 5, "set_access": 4, "unmap": 2}
 WRITABLE, READABLE = 1001, 1002

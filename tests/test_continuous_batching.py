@@ -53,7 +53,7 @@ from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import RankedRequests, Ranks
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.integrations.scaled_states import ScaledStates
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.row_groups import Probe
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -49,7 +49,7 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     devices = Devices()
-    monkeypatch.setattr("vmmkv.memory.driver.open_driver", devices.open)
+    monkeypatch.setattr("vmmkv.driver.driver.open_driver", devices.open)
     return devices
 
 

@@ -18,7 +18,7 @@ from faulty import FaultyDriver
 from interruption import disturbed
 
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError, VmmkvError
-from vmmkv.memory.driver import Driver, limits, open_driver
+from vmmkv.driver.driver import Driver, limits, open_driver
 from vmmkv.tensors import export_range
 
 NUM_PAGES = 4

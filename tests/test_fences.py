@@ -11,8 +11,8 @@ from faulty import FaultyDriver
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.memory.driver import Event
-from vmmkv.memory.fence import Fence
+from vmmkv.driver.driver import Event
+from vmmkv.driver.fence import Fence
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
 

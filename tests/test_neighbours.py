@@ -14,8 +14,8 @@ from faulty import FaultyDriver
 
 import vmmkv
 from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
-from vmmkv.memory.driver import Driver, Handle
-from vmmkv.memory.driver.host import HostDriver
+from vmmkv.driver.driver import Driver, Handle
+from vmmkv.driver.host import HostDriver
 from vmmkv.memory.neighbours import asking, give_back
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB

@@ -236,7 +236,7 @@ def test_kernels_know_nothing_of_vmmkv() -> None:
         ("from . import cache", "vmmkv.errors"),
         ("from . import KVCache", "vmmkv.errors"),
         ("def late():\n    from ..cache import KVCache", "vmmkv.memory.pool"),
-        ("if TYPE_CHECKING:\n    from ...cache import KVCache", "vmmkv.memory.driver.cuda"),
+        ("if TYPE_CHECKING:\n    from ...cache import KVCache", "vmmkv.driver.cuda"),
     ],
 )
 def test_imports_that_point_upwards_are_seen(code: str, module: str) -> None:

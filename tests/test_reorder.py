@@ -12,7 +12,7 @@ from conftest import ROUNDS, small_driver, small_layout
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.memory.fence import Fence
+from vmmkv.driver.fence import Fence
 from vmmkv.rows.reordering import Reordering
 
 ROWS = 5

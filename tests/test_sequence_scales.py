@@ -17,7 +17,7 @@ from loopback import looped
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.memory.driver import Driver
+from vmmkv.driver.driver import Driver
 
 HEADS = [1, 3]
 

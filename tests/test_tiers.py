@@ -26,7 +26,7 @@ from test_prefixes_failing import POLICIES, Busy, is_interrupted_everywhere, sur
 
 import vmmkv
 from vmmkv.events import EventLog, Removed, Stored, tensorrt_llm
-from vmmkv.memory.fence import Fence
+from vmmkv.driver.fence import Fence
 from vmmkv.reuse import host_pages
 from vmmkv.reuse.host_pages import HostPages, Piece
 

@@ -114,7 +114,7 @@ C_FUNCTIONS = """
     import numpy as np
     from numba import carray, cfunc, njit, types
     from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept
-    from vmmkv.memory.native import pointer as void_pointer
+    from vmmkv.compiled.native import pointer as void_pointer
 
     libc = ctypes.CDLL(None)
     for name, result, arguments in (

@@ -25,7 +25,7 @@ from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.layout import SCALED_DTYPES, SCALES
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 from vmmkv.reuse.transfer import FIRST, MARK, Head, Peer, geometry_of
 
 SENDER, RECEIVER = 0, 1

@@ -37,7 +37,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 import vmmkv
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
@@ -383,7 +383,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyDriver]:
         opened.append(FaultyDriver(open_driver(device, page_size)))
         return opened[-1]
 
-    monkeypatch.setattr("vmmkv.memory.driver.open_driver", open_faulty)
+    monkeypatch.setattr("vmmkv.driver.driver.open_driver", open_faulty)
     return opened
 
 

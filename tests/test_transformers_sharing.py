@@ -26,7 +26,7 @@ import vmmkv
 from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 from vmmkv.memory.frames import LARGE
 
 MODELS = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next"]

@@ -28,7 +28,7 @@ import vmmkv
 from vmmkv.integrations.batch import Batch, Limits
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 4}
 
@@ -733,7 +733,7 @@ def _devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.device = torch.device(device)
         return driver
 
-    monkeypatch.setattr("vmmkv.memory.driver.open_driver", open_by_name)
+    monkeypatch.setattr("vmmkv.driver.driver.open_driver", open_by_name)
 
 
 def on(device: int, states: torch.Tensor) -> torch.Tensor:

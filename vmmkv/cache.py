@@ -28,6 +28,8 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
+from .driver.driver import Driver, open_driver
+from .driver.fence import Fence
 from .errors import (
     ArgumentError,
     BusyError,
@@ -43,7 +45,6 @@ from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown
 from .memory.accounts import Account
 from .memory.budget import budget_pages, pages_within
-from .memory.driver import Driver, driver_for
 from .memory.monitor import Steps, bookkeeping, is_own, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import FramePool
@@ -99,8 +100,7 @@ class KVCache(Owner):
             row must be named with `Sequence.record_stream`, even if a mask hides the tokens that they read.
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
-        driver: a memory system of your own (`vmmkv.memory.driver.Driver`), instead of `device` and `page_size`.
-        pool: physical memory shared with other caches, instead of `device`, `page_size` and `driver`. Without one the
+        pool: physical memory shared with other caches, instead of `device` and `page_size`. Without one the
             cache makes one of `max_bytes` for itself. With one, `max_bytes` is the most of it that this cache may have;
             None is all that others do not use.
         guaranteed: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
@@ -147,7 +147,6 @@ class KVCache(Owner):
         scrub: bool = False,
         zero_tail: bool = False,
         int32_strides: bool = False,
-        driver: Driver | None = None,
         pool: FramePool | None = None,
         guaranteed: float | str = 0,
         lookahead: int | None = None,
@@ -162,14 +161,14 @@ class KVCache(Owner):
         check_priority(host_priority)
         check_flags(scrub=scrub, zero_tail=zero_tail, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
-        check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
+        check_pool_alone(pool, device=device, page_size=page_size)
         check_guarantee(guaranteed, pool)
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
         overread = not_negative("overread", overread)
         owns_pool = pool is None
-        memory = driver_for(driver, device, page_size) if pool is None else pool
+        memory = open_driver(device, page_size) if pool is None else pool
         pool, limit = self._pool_on(memory, max_bytes, max_tokens, zero_tail, overread)
         super().__init__(pool, owns_pool)
         rules = Rules(
@@ -216,7 +215,7 @@ class KVCache(Owner):
         pages = budget_pages(memory, self.layout, self.max_sequences, max_bytes, max_tokens, zero_tail, overread)
         if isinstance(memory, FramePool):
             return memory, pages
-        return FramePool(pages * memory.page_size, driver=memory), None
+        return FramePool.on(memory, pages * memory.page_size), None
 
     def _row_bytes(self, overread: int) -> list[int]:
         """Of a row in each range. Raises `LayoutError` where all rows together take too many addresses."""
@@ -492,7 +491,7 @@ class KVCache(Owner):
     @bookkeeping
     def _check_no_capture(self) -> None:
         """Raises `StreamCaptureError` where nothing can be received."""
-        self._driver.record(self._driver.current_stream())
+        Fence.after(self._driver, [self._driver.current_stream()])
 
     def _sequence_for(self, head: Head, expected_tokens: int, tenant: Name, reuse: bool) -> Sequence:
         """A sequence with room for another process's, which begins with what is known of it."""

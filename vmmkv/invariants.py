@@ -44,7 +44,6 @@ def check_pool(pool: FramePool) -> None:
     """
     pool.collect()
     frames = pool.frames
-    ensure(not pool.calls.in_doubt, "a page is being made or released")
     zeros = {frame for table in pool.tables for frame in table.zero_frames}
     mapped = Counter(page for table in pool.tables for page in table.mapped_pages())
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())

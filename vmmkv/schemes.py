@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .driver.driver import DEFAULT_PAGE_SIZE
 from .layout import SCALE_BYTES, KVLayout
-from .memory.driver import DEFAULT_PAGE_SIZE
 from .sequence import check_length
 
 SCHEMES = ("static", "block_table_16", "per_layer", "vmmkv")

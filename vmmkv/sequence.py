@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from .driver.fence import Fence, check_stream, finished_on_error
 from .errors import (
     ArgumentError,
     DeviceError,
@@ -25,7 +26,6 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, as_index, shown
-from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
 from .picture import draw_sequence

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vmmkv import KVCache, KVLayout
-from vmmkv.memory.driver import open_driver
+from vmmkv.driver.driver import open_driver
 
 from .batches import DTYPE, HEAD_DIM, NUM_KV_HEADS, TOKEN_BYTES, Batch, random_blocks
 

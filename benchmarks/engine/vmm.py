@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.driver.driver import Driver, open_driver
 
 from .backend import Rows, Work
 

@@ -13,8 +13,8 @@ import typer
 from rich.progress import Progress
 
 from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
+from ..driver.driver import open_driver
 from ..environment import environment
-from ..memory.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import Request, conversations, known_tokens, read_trace
 from .options import Device, JsonOutput, TraceFile

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..memory.driver import Driver, open_driver
+from ..driver.driver import Driver, open_driver
 from ..memory.frames import LARGE
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
@@ -97,7 +97,7 @@ def measure_page_life(driver: Driver, pages: int, count: int) -> dict[str, float
 
 
 def _cuda_facts(driver: Driver) -> dict[str, Any]:
-    from ..memory.driver.cuda import CudaDriver, cuda_version
+    from ..driver.cuda import CudaDriver, cuda_version
 
     assert isinstance(driver, CudaDriver)
     name = torch.cuda.get_device_name(driver.device)

@@ -13,10 +13,10 @@ import numpy as np
 import typer
 
 from ..arguments import check_size
+from ..driver.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, dtype_from_name, kv_dtype_from_name
 from ..memory.budget import parse_bytes
-from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..model_config import MAX_SEQ_LEN, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length

@@ -121,7 +121,7 @@ def can_be_captured(model: PreTrainedModel, run: Run, tokens: int) -> bool:
     another device."""
     if model.device.type != "cuda":
         return False
-    from ..memory.driver.captures import trial_capture
+    from ..driver.captures import trial_capture
 
     given = _tokens(model, tokens)
     try:

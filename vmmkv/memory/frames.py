@@ -8,8 +8,8 @@ A frame is of one page, or large: of `LARGE` pages, whose numbers are next to ea
 `LARGE`. It is named by the first of them.
 
 Invariants:
- 1. `handles[page]` is the driver's handle of the frame that a page is part of, `VACANT` where there is none; except
-    while `Calls.in_doubt`: who is interrupted then (Ctrl-C) cannot know whether the driver has made or released one.
+ 1. `handles[page]` is the driver's handle of the frame that a page is part of, `VACANT` where there is none: the code
+    that makes the driver's call writes it down.
  2. A frame that exists is either free or taken, and whoever took it maps it, unmaps it, and then gives it back. One
     that is shared is mapped in several places, of one holder, and free when each of them has given it.
  3. `is_large[page]` says what a page is part of, or would be if it existed: it is written before `handles`.
@@ -25,8 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.calls import Calls
+from ..driver.table import VACANT
 from ..errors import DriverOutOfMemoryError
-from .calls import VACANT, Calls
 
 LARGE = 16
 """Pages of a large frame: 32 MiB cost the driver as much as one page of 2 MiB, and 128 MiB somewhat more (H200)."""

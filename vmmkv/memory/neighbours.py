@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from ..driver.driver import Driver
 from ..errors import VmmkvError
-from .driver import are_of_one_memory
 from .pool import FramePool, living_pools
 
 _asking: dict[int, None] = {}
@@ -41,7 +41,6 @@ def give_back(pool: FramePool, nbytes: int) -> int:
         with suppress(VmmkvError), ExitStack() as inside:  # it is closed, or unusable: it has nothing for others then
             for monitor in mine:  # who is waited for by this thread: what garbage collection ends here is not to wait
                 inside.enter_context(monitor.inside)
-            pool.driver.enter_thread()
             given.append(pool.trim(keep=max(pool.accounts.physical * pool.page_size - nbytes, 0)))
 
     # In a thread, which takes that pool's locks as any other: who is interrupted here leaves none of them held.
@@ -53,4 +52,9 @@ def give_back(pool: FramePool, nbytes: int) -> int:
 
 
 def _is_neighbour(pool: FramePool, other: FramePool) -> bool:
-    return other is not pool and not other.monitor.is_mine and are_of_one_memory(pool.driver, other.driver)
+    return other is not pool and not other.monitor.is_mine and _of_one_memory(pool.driver, other.driver)
+
+
+def _of_one_memory(one: Driver, other: Driver) -> bool:
+    """Whether two drivers have their pages from the same device."""
+    return one.device == other.device and one.table["create"] == other.table["create"]

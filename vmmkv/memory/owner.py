@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from ..errors import ArgumentError, ForkError, UseAfterFreeError, VmmkvError
-from .fence import wait_for_device
+from ..driver.fence import wait_for_device
 from .pool import FramePool
 
 

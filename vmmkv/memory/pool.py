@@ -20,6 +20,9 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from ..driver.calls import Calls
+from ..driver.driver import Driver, open_driver
+from ..driver.meter import Meter
 from ..errors import (
     BudgetError,
     ForkError,
@@ -32,10 +35,7 @@ from ..stats import FramePoolStats
 from . import debugging
 from .accounts import Account, Accounts, Holder
 from .budget import pages_within
-from .calls import Calls, make_calls
-from .driver import Driver, driver_for
 from .frames import Frames, Supply, Tenants
-from .meter import Meter
 from .monitor import Monitor, operation
 from .nvtx import Ranges
 from .picture import draw_accounts
@@ -98,13 +98,11 @@ class FramePool:
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
             GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
-        driver: a memory system of your own (`vmmkv.memory.driver.Driver`), instead of `device` and `page_size`.
 
     Raises:
         BudgetError: the limit is no size, below one page, or larger than the device.
         LayoutError: there is no such page.
         DeviceError: there is no such device.
-        ArgumentError, ValueError: it is no driver, or given beside what it has.
     """
 
     def __init__(
@@ -113,12 +111,21 @@ class FramePool:
         *,
         device: str | torch.device | None = None,
         page_size: int | None = None,
-        driver: Driver | None = None,
     ) -> None:
-        self.driver = driver_for(driver, device, page_size)
+        self._begin(open_driver(device, page_size), max_bytes)
+
+    @classmethod
+    def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
+        """Makes a pool on a driver that is open already."""
+        pool = cls.__new__(cls)
+        pool._begin(driver, max_bytes)
+        return pool
+
+    def _begin(self, driver: Driver, max_bytes: float | str) -> None:
+        self.driver = driver
         self.meter = Meter()
         """Calls of the driver, without those of a mapper."""
-        self.calls: Calls = make_calls(self.driver, self.meter)
+        self.calls = Calls(self.driver, self.meter)
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.page_size)
         self.accounts = Accounts(self.frames, pages_within(self.driver, max_bytes), self.page_size)
         """Of the caches, tensors and memory pools that lie on it."""
@@ -338,21 +345,20 @@ class FramePool:
         if self._unusable:
             return
         self._unusable = InterruptedChangeError
-        if not self.calls.in_doubt:
-            with suppress(VmmkvError):
-                while self.left_behind:
-                    self._forget_first()  # what lies in no table will be free
-                for table in self.tables:
-                    table.settle()
-                self.frames.settle(page for table in self.tables for page in table.mapped_pages())
-                for account in self.accounts:
-                    if (holder := account.holder()) is not None:
-                        holder.recover()
-                    else:
-                        of_it = [table for table in self.tables if table.account is account]
-                        account.taken = len({page for table in of_it for page in table.mapped_pages()})
-                        self.accounts.close(account)
-                self._unusable = None
+        with suppress(VmmkvError):
+            while self.left_behind:
+                self._forget_first()  # what lies in no table will be free
+            for table in self.tables:
+                table.settle()
+            self.frames.settle(page for table in self.tables for page in table.mapped_pages())
+            for account in self.accounts:
+                if (holder := account.holder()) is not None:
+                    holder.recover()
+                else:
+                    of_it = [table for table in self.tables if table.account is account]
+                    account.taken = len({page for table in of_it for page in table.mapped_pages()})
+                    self.accounts.close(account)
+            self._unusable = None
 
     def check_usable(self) -> None:
         """Raises an error if the pool cannot be used.

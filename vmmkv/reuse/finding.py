@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from ..driver.fence import Fence
 from ..errors import StreamCaptureError
 from ..rows.laying import Piece, pieces
 from .known import Known
@@ -123,7 +124,7 @@ class Finder:
     def _is_captured(self, row: int) -> bool:
         """Whether a row's stream, which is to come behind a copy, is being captured in a graph."""
         try:
-            self._pool.driver.record(self._table.own_streams[row] or self._pool.driver.current_stream())
+            Fence.after(self._pool.driver, [self._table.own_streams[row] or self._pool.driver.current_stream()])
         except StreamCaptureError:
             return True
         return False

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..driver.fence import Fence
 from ..errors import OutOfHostMemoryError, VmmkvError
-from ..memory.fence import Fence
 from ..memory.frames import LARGE
 
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..driver.fence import Fence, wait_for_device
 from ..errors import DriverError, InvariantError, OutOfHostMemoryError, StreamCaptureError, VmmkvError
 from ..events import EventLog
-from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..rows.rows import Rows
 from ..space.arena import Arena

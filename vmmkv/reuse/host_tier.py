@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..driver.fence import Fence, finished_on_error
 from ..errors import OutOfHostMemoryError, VmmkvError
 from ..events import EventLog
 from ..memory.budget import parse_bytes
-from ..memory.fence import finished_on_error
 from ..rows.rows import Rows
 from ..rows.table import Suspended
 from .host_prefixes import HostPrefixes
@@ -104,7 +104,7 @@ class HostTier:
             table.fences[row].order(driver.current_stream())  # behind what is still on its way to the host
             for state, target in zip(record.states, targets):
                 target.copy_(state, non_blocking=True)
-            driver.record(driver.current_stream()).wait(table.own_streams[row])
+            Fence.after(driver, [driver.current_stream()]).order(table.own_streams[row])
         except VmmkvError:
             self._rows.suspending.leave_away(row, record)
             raise

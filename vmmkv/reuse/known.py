@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from ..driver.fence import Fence
 from ..errors import InvariantError
 from ..events import EventLog
-from ..memory.fence import Fence
 from ..rows.rows import Rows
 from .held import Held
 from .node import Ids, Node, common

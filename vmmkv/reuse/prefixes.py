@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.fence import Fence
 from ..errors import ArgumentError, DriverError, ShapeError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
-from ..memory.fence import Fence
 from ..memory.monitor import at_once
 from ..rows.keeping import Keeper
 from ..rows.rows import Rows

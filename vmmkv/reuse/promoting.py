@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from ..memory.calls import SET_READ_ACCESS
-from ..memory.fence import Fence, finished_on_error
+from ..driver.fence import Fence, finished_on_error
+from ..driver.table import SET_READ_ACCESS
 from ..memory.frames import LARGE
 from ..rows.books import Books
 from ..rows.laying import Piece

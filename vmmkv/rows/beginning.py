@@ -19,9 +19,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+from ..driver.fence import Fence, finished_on_error
 from ..errors import VmmkvError
 from ..memory import debugging
-from ..memory.fence import Fence, finished_on_error
 from ..memory.monitor import Steps
 from ..space.arena import Arena
 from ..space.undo import Undo

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ..driver.fence import Fence, wait_for_device
 from ..errors import DriverError, StreamCaptureError
-from ..memory.fence import Fence, wait_for_device
 from ..space.arena import Arena
 from .books import Books
 
@@ -73,7 +73,7 @@ class Cleaner:
             own_streams.add(own)
         current = self._driver.current_stream()
         for own in own_streams - {current}:
-            self._driver.record(own).wait(current)  # what is written there next must not be zeroed
+            Fence.after(self._driver, [own]).order(current)  # what is written there next must not be zeroed
         for growth in plan:
             growth.arena.table.belong(growth.row, growth.ready, growth.end, self._table.tenant[growth.row])
 

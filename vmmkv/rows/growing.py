@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import suppress
 
+from ..driver.fence import Fence, finished_on_error
 from ..errors import DriverError, OutOfPagesError, UseAfterFreeError, VmmkvError
-from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
 from ..space.arena import Arena

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..memory.calls import SET_READ_ACCESS
-from ..memory.fence import Fence, finished_on_error
+from ..driver.fence import Fence, finished_on_error
+from ..driver.table import SET_READ_ACCESS
 from ..memory.frames import LARGE, SEVERAL, Frames
 from ..memory.monitor import at_once
 from ..space.change import Change

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..driver.fence import Fence, wait_for_device
 from ..errors import DriverOutOfMemoryError, UnsupportedError, VmmkvError
-from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
 from ..space.arena import Arena
@@ -363,7 +363,7 @@ class Reordering:
         current = self._driver.current_stream()
         streams = {stream for row in rows for stream in (self._table.own_streams[row], *self._table.streams[row])}
         for stream in streams - {current}:
-            self._driver.record(current).wait(stream)
+            Fence.after(self._driver, [current]).order(stream)
         fence = Fence.after(self._driver, [current])
         for row in rows:
             self._table.fence(row, fence)

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.fence import wait_for_device
 from ..errors import BusyError, DriverError, StreamCaptureError, UseAfterFreeError
 from ..memory.accounts import Account
-from ..memory.fence import wait_for_device
 from ..memory.monitor import Steps, at_once
 from ..memory.pool import FramePool
 from ..space.arena import Arena, free_waiting

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from ..driver.driver import Driver
+from ..driver.fence import Fence
 from ..errors import DriverOutOfMemoryError
 from ..layout import KVLayout
-from ..memory.driver import Driver
 
 
 class SequenceScales:
@@ -35,7 +36,7 @@ class SequenceScales:
         except (MemoryError, RuntimeError) as error:  # torch raises either
             detail = f"{shape} scales beside the cache"
             raise DriverOutOfMemoryError("torch.ones", type(error).__name__, detail) from error
-        driver.record(driver.current_stream()).synchronize()  # sequences on other streams begin with these
+        Fence.after(driver, [driver.current_stream()]).wait()  # sequences on other streams begin with these
         self.rows = self._all[:num_rows]
         """fp32 `[num_rows, K and V, num_layers, num_kv_heads]`."""
         self.row_bytes = self._all[0].nbytes

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..memory.fence import Fence, finished_on_error
+from ..driver.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
 from ..space.arena import Arena
 from ..space.change import Change

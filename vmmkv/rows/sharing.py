@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 
+from ..driver.fence import Fence, finished_on_error
+from ..driver.table import SET_READ_ACCESS
 from ..errors import DriverError, OutOfPagesError, VmmkvError
-from ..memory.calls import SET_READ_ACCESS
-from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once, is_own
 from ..space.arena import Arena

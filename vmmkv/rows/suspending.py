@@ -12,8 +12,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.fence import wait_for_device
 from ..errors import VmmkvError
-from ..memory.fence import wait_for_device
 from ..memory.monitor import Steps, at_once, is_own
 from .books import Books
 from .keeping import Keeping

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.driver import Driver
+from ..driver.fence import Fence
 from ..errors import OutOfRowsError
-from ..memory.driver import Driver
-from ..memory.fence import Fence
 from .shelf import Shelf
 
 NOBODY = -1

@@ -17,10 +17,10 @@ from contextlib import suppress
 from itertools import chain
 from time import perf_counter_ns
 
+from ..driver.fence import Fence, wait_for_device
+from ..driver.table import MAP, SET_READ_ACCESS, UNMAP, VACANT
 from ..errors import DriverError, LayoutError, VmmkvError
 from ..memory.accounts import Account
-from ..memory.calls import MAP, SET_READ_ACCESS, UNMAP, VACANT
-from ..memory.fence import wait_for_device
 from ..memory.frames import Supply
 from ..memory.pool import FramePool
 from .change import Change
@@ -136,7 +136,7 @@ class Arena:
         driver = self.pool.driver
         stream = driver.current_stream()
         driver.fill(self.address, self.page_size, 0, stream)
-        driver.record(stream).synchronize()
+        Fence.after(driver, [stream]).wait()
         self._unmap(run := Run(0, 0, 1))
         self.table.take_off(run)
         self.table.doubt.remove(run)

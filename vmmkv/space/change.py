@@ -9,7 +9,8 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
+from ..driver.calls import Calls, Outcome
+from ..driver.table import MAP, SET_ACCESS, UNMAP, VACANT
 from ..memory.frames import LARGE, Supply
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run

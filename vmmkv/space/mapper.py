@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from time import sleep
 from typing import NamedTuple, Protocol
 
+from ..driver.calls import Calls
+from ..driver.meter import Meter
 from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
-from ..memory.calls import make_calls
 from ..memory.frames import LARGE
-from ..memory.meter import Meter
 from ..memory.pool import FramePool
 from .change import Change
 
@@ -101,7 +101,7 @@ class Mapper:
         self.error: str | None = None
         """What went wrong last."""
         self._pool = weakref.ref(pool)
-        self._calls = make_calls(pool.driver, self.meter)
+        self._calls = Calls(pool.driver, self.meter)
         self._bell = threading.Lock()
         self._bell.acquire()
         self._is_over = False
@@ -172,7 +172,6 @@ class Mapper:
         pool = self._pool()
         if pool is None or self._is_over:
             return False
-        pool.driver.enter_thread()
         with pool.monitor.door:
             pass  # after who waits there
         with pool.monitor.changing:

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..driver.driver import Driver
 from ..errors import DriverError
 from ..memory.accounts import Account
-from ..memory.driver import Driver
 from ..memory.frames import LARGE, Frames
 from ..stats import MappedRange
 from .places import Places

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from ..driver.fence import Fence, check_stream
 from ..errors import (
     DeviceError,
     DtypeError,
@@ -24,8 +25,6 @@ from ..invariants import watch
 from ..layout import shown, whole_number
 from ..memory.accounts import Account
 from ..memory.budget import pages_within
-from ..memory.driver import Driver
-from ..memory.fence import Fence, check_stream
 from ..memory.monitor import operation
 from ..memory.owner import Owner, check_pool_alone, owners
 from ..memory.pool import FramePool
@@ -68,8 +67,7 @@ class GrowableTensor(Owner):
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`.
         page_size: bytes of a page, as in `KVCache`; None is 2 MiB.
-        driver: a memory system of your own, instead of `device` and `page_size`.
-        pool: physical memory shared with others, instead of `device`, `page_size` and `driver`; `max_bytes` is the most
+        pool: physical memory shared with others, instead of `device` and `page_size`; `max_bytes` is the most
             of it that this tensor may have.
 
     Raises:
@@ -93,10 +91,9 @@ class GrowableTensor(Owner):
         *,
         max_bytes: float | str = "80%",
         page_size: int | None = None,
-        driver: Driver | None = None,
         pool: FramePool | None = None,
     ) -> None:
-        check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
+        check_pool_alone(pool, device=device, page_size=page_size)
         self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(self.dtype, torch.dtype):
@@ -105,7 +102,7 @@ class GrowableTensor(Owner):
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
         owns_pool = pool is None
-        pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
+        pool = pool or FramePool(max_bytes, device=device, page_size=page_size)
         super().__init__(pool, owns_pool)
         size = pool.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ArgumentError, DeviceError, VmmkvError
+from ..driver.driver import open_driver
+from ..errors import DeviceError, VmmkvError
 from ..memory.budget import pages_within
-from ..memory.driver import NativeDriver
 from ..memory.owner import check_pool_alone
 from ..memory.pool import FramePool
 from .lease import Lease
@@ -48,8 +48,7 @@ def memory_pool(
         DeviceError: it is no CUDA device, or there is none.
         BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee that
             much.
-        ArgumentError, ValueError: the pool is no `FramePool`, or one with a driver of your own that has no
-            `c_interface`; or an argument conflicts with another.
+        ArgumentError, ValueError: the pool is no `FramePool`; or an argument conflicts with another.
     """
     check_pool_alone(pool, device=device)
     if pool is None and guaranteed:
@@ -60,18 +59,15 @@ def memory_pool(
             f"asked for a memory pool on {target}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
-    from ..memory.driver.cuda import CudaDriver
-    from .allocator import Allocator  # imports Numba, and compiles
+    from .allocator import Allocator  # loads machine code
 
     if pool is None:
-        driver = CudaDriver(torch.device(target))
+        driver = open_driver(target)
         budget = pages_within(driver, max_bytes)
-        return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))
-    if not isinstance(pool.driver, NativeDriver):
-        raise ArgumentError(f"got {pool!r}, whose driver has no c_interface; torch calls that, and no Python")
+        return MemoryPool(driver.device, Allocator(driver, budget))
     limit = pages_within(pool, max_bytes)
     promised = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
-    allocator = Allocator(pool.driver.c_interface(), pool.page_size, 0, pool.driver)
+    allocator = Allocator(pool.driver, 0)
     return MemoryPool(pool.device, allocator, Lease(pool, allocator, limit, promised))
 
 

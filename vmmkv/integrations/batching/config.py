@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.initialization import resolve_compile_configs
 
+from ...driver.limits import memory as host_memory
 from ...errors import UnsupportedError
-from ...memory.driver.limits import memory as host_memory
 
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of `torch.compile` that capture CUDA graphs."""

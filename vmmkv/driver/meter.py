@@ -7,10 +7,11 @@ import numpy as np
 from ..stats import CallStats
 
 NAMES = ("unmap", "map", "set_access", "create", "release", "reserve")
+"""By number of a kind of steps (`vmmkv.driver.table`)."""
 
 
 class Meter:
-    """The calls that succeeded, by the names of `vmmkv.memory.driver.Driver`'s methods."""
+    """The calls that succeeded, by the names of functions of a driver's table."""
 
     def __init__(self) -> None:
         self.spent = np.zeros((len(NAMES), 2), np.int64)

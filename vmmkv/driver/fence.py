@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DeviceError, DeviceLostError, VmmkvError
-from .driver import Driver, Event
+from . import entries
+from .driver import Driver, handle_of, new_scratch
+from .fencing import FAILED
+from .running import CAPTURED
+from .table import STATUS
 
 
 def check_stream(stream: Any, device: torch.device) -> None:
@@ -48,51 +52,73 @@ def finished_on_error(driver: Driver) -> Iterator[None]:
 
 
 class Fence:
-    """Events that have to pass, at most one per stream; a fence without events has passed."""
+    """Work on some streams up to a point: the streams' slots, and a tick (see `vmmkv.driver.fencing`). A fence without
+    streams has passed."""
 
-    def __init__(self, events: dict[Any, Event] | None = None) -> None:
-        self._events = events or {}
+    __slots__ = "_driver", "_slots", "_tick"
+
+    def __init__(self, driver: Driver | None = None, slots: int = 0, tick: int = 0) -> None:
+        self._driver, self._slots, self._tick = driver, slots, tick
 
     @classmethod
     def after(cls, driver: Driver, streams: Iterable[Any]) -> Fence:
         """A fence after all work submitted to `streams` so far.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured.
+            StreamCaptureError: a CUDA graph is being captured on the current stream, or on one of these.
         """
-        return cls({stream: driver.record(stream) for stream in streams})
+        slots = driver.slots(streams)
+        if not slots:
+            return cls()
+        current, (scratch, at) = driver.current_stream(), new_scratch()
+        tick = entries.record(driver.address, slots, handle_of(current), at)
+        if tick == CAPTURED:
+            raise driver.captured("record", driver.stream_of(scratch[STATUS]) or current)
+        if tick == FAILED:
+            raise driver.error("record", scratch[STATUS])
+        return cls(driver, slots, tick)
 
     @property
     def is_pending(self) -> bool:
         """Whether it had not passed when somebody last asked. Asks nobody."""
-        return bool(self._events)
+        return self._slots != 0
 
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
-        if self._events:  # asked of every row with spare pages, and few have any
-            self._events = {stream: event for stream, event in self._events.items() if not event.query()}
-        return not self._events
+        if self._slots and self._driver:  # asked of every row with spare pages, and few have any
+            scratch, at = new_scratch()
+            left = entries.pending(self._driver.address, self._slots, self._tick, at)
+            if left == FAILED:
+                raise self._driver.error("query", scratch[STATUS])
+            self._slots = left
+        return not self._slots
 
     def passed_for(self, stream: Any) -> bool:
         """Whether work submitted to `stream` from now on comes after all of that work."""
-        return not self._events or self._is_of(stream) or self.passed() or self._is_of(stream)
+        return not self._slots or self._is_of(stream) or self.passed() or self._is_of(stream)
 
     def _is_of(self, stream: Any) -> bool:
         """Whether no other stream has anything to do with it: to ask the device costs more."""
-        return all(each == stream for each in self._events)
+        return self._driver is not None and self._slots == self._driver.slots([stream])
 
     def order(self, stream: Any) -> None:
         """Makes work submitted to `stream` from now on come after all of that work; the host does not wait."""
-        if not self.passed_for(stream):
-            for event in self._events.values():
-                event.wait(stream)
+        if self._driver and not self.passed_for(stream):
+            _scratch, at = new_scratch()
+            status = entries.order(self._driver.address, self._slots, self._tick, handle_of(stream), at)
+            if status:
+                raise self._driver.error("wait", status)
 
     def wait(self) -> None:
         """Waits until it has passed."""
-        for event in self._events.values():
-            event.synchronize()
-        self._events = {}
+        while self._driver and (event := entries.first_event(self._driver.address, self._slots, self._tick)):
+            _scratch, at = new_scratch()
+            status = entries.wait_for(self._driver.address, event, at)
+            if status:
+                raise self._driver.error("wait_for", status)
+            self.passed()
+        self._slots = 0
 
     def __or__(self, other: Fence) -> Fence:
-        """The fence that passes when both have; where both name a stream, `other` is the later."""
-        return Fence({**self._events, **other._events})
+        """The fence that passes when both have."""
+        return Fence(self._driver or other._driver, self._slots | other._slots, max(self._tick, other._tick))

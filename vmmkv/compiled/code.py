@@ -1,0 +1,158 @@
+"""Machine code of compiled functions: made once by Numba, kept as LLVM bitcode, and loaded by llvmlite alone.
+
+A *library* is a module that calls `link` with its entries. Its bitcode is in a file that is named after the library, a
+hash of the content of all sources that it is made of, and the processor. The file is looked for in the package, where a
+wheel has it, and then in the user's cache folder. Where it is in neither, as after a change of a source, a process of
+its own compiles the library, which is said in a line, and keeps it in the cache folder; or for this process alone,
+where no folder can be written to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from . import CHECKED, INTERPRETED, MAKING, signature_of
+
+PACKAGE = Path(__file__).parent.parent
+SHIPPED = Path(__file__).parent / "machine_code"
+
+_kept: list[object] = []
+"""Engines and callbacks. Machine code outlives the interpreter: a daemon thread may be in it at the end."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+
+
+def link(library: str, entries: Sequence[Callable[..., int]], sources: Sequence[str]) -> list[Any]:
+    """The entries of a library, ready to be called.
+
+    Args:
+        library: the module that calls this.
+        entries: its functions, marked by `entry` or `entry_without_lock`.
+        sources: files of the package that it is made of, and folders of such files.
+
+    Raises:
+        RuntimeError: the sources do not compile.
+    """
+    if MAKING or CHECKED or INTERPRETED:
+        return list(entries)
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_bitcode(_find(library, digest(sources)))
+    addresses = _load(module, [function.__name__ for function in entries])
+    return [_prototype(function)(address) for function, address in zip(entries, addresses)]
+
+
+def address_of(function: Any) -> int:
+    """The address of an entry that `link` returned, for C code to call."""
+    if CHECKED:
+        from numba import cfunc
+
+        function = cfunc(signature_of(function.py_func), error_model="numpy")(function.py_func)
+        _kept.append(function)
+        return int(function.address)
+    if INTERPRETED:
+        function = _prototype(function)(function)
+        _kept.append(function)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def digest(sources: Sequence[str]) -> str:
+    """A hash of what a library is made of, this package included."""
+    paths = {path for name in ("compiled", *sources) for path in [PACKAGE / name, *(PACKAGE / name).glob("*.py")]}
+    found = hashlib.sha256()
+    for path in sorted(path for path in paths if path.is_file()):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(PACKAGE)} {len(content)}\n".encode() + content)
+    return found.hexdigest()[:16]
+
+
+def _prototype(function: Any) -> Any:
+    """`PYFUNCTYPE` holds the interpreter's lock during a call, `CFUNCTYPE` gives it up."""
+    kind = ctypes.CFUNCTYPE if INTERPRETED or hasattr(function, "gives_up_lock") else ctypes.PYFUNCTYPE
+    return kind(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)
+
+
+def _load(module: Any, names: Sequence[str]) -> list[int]:
+    """Makes machine code of a module for the life of the process; returns the addresses of functions."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _kept.append(engine)
+    return [engine.get_function_address(f"vmmkv_{name}") for name in names]
+
+
+def bind(function: int, first: int, words: int) -> int:
+    """The address of a C function of so many words that calls the one at an address, with a word of ours before them;
+    for the life of the process."""
+    import llvmlite.binding as llvm
+
+    given = [f"i64 %{index}" for index in range(words)]
+    text = f"""
+        define i64 @vmmkv_bound({", ".join(given)}) {{
+          %function = inttoptr i64 {function} to ptr
+          %result = call i64 %function({", ".join([f"i64 {first}", *given])})
+          ret i64 %result
+        }}"""
+    return _load(llvm.parse_assembly(text), ["bound"])[0]
+
+
+def _find(library: str, made_of: str) -> bytes:
+    """The bitcode of a library, compiled now if it is nowhere."""
+    name = f"{library}-{made_of}-{platform.machine()}.bc"
+    for folder in (SHIPPED, cache_folder()):
+        if folder and (folder / name).exists():
+            return (folder / name).read_bytes()
+    with _one_at_a_time(cache_folder()) as folder:
+        if not (folder / name).exists():  # another process may have been first
+            print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
+            make(library, folder)
+        return (folder / name).read_bytes()
+
+
+def cache_folder() -> Path | None:
+    """Where this user's compiled code is kept; None: no folder can be written to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmmkv"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@contextmanager
+def _one_at_a_time(folder: Path | None) -> Iterator[Path]:
+    """Lets one process at a time compile for a folder, a temporary one if there is none."""
+    if folder is None:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    with open(folder / "lock", "w") as file:
+        flock(file, LOCK_EX)
+        yield folder
+
+
+def make(library: str, folder: Path) -> None:
+    """Compiles a library into a folder, for all processors, in a process of its own.
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    script, options = Path(__file__).with_name("make.py"), {"NUMBA_DISABLE_JIT": "0", "NUMBA_BOUNDSCHECK": "0"}
+    command = [sys.executable, "-P", str(script), library, str(folder)]
+    done = subprocess.run(command, env=os.environ | options, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{library} does not compile:\n{done.stderr}")

@@ -1,0 +1,13 @@
+"""Memory systems, as C functions by address with the CUDA driver's signatures (see `table`).
+
+    table              the contract: which functions there are, and what they promise
+    driver             what Python holds of a memory system, and its errors
+    cuda, host         the two that there are: the CUDA driver's virtual memory API, and mmap on a memfd
+    calls              many calls at once, and how long they took
+    fence              what must have finished before memory is handed on
+    limits             how much memory, and how many mappings, Linux lets this process have
+    captures           whether work can be captured as a CUDA graph
+
+Compiled functions: `running` makes the calls, `fencing` keeps the events, `mapping` is the host's memory system;
+`entries` loads them.
+"""

@@ -1,0 +1,182 @@
+"""Virtual memory on a GPU: the CUDA driver's virtual memory API through `cuda.bindings.driver`.
+
+Works in the primary context, the one that torch uses, so that torch's kernels see the mappings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import cuda.bindings.driver as cu
+import torch
+
+from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError
+from .driver import Driver, check_page_size, keep
+
+SUCCESS = cu.CUresult.CUDA_SUCCESS
+MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+LOST = {
+    getattr(cu.CUresult, f"CUDA_ERROR_{name}")
+    for name in (
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "ECC_UNCORRECTABLE",
+        "DEINITIALIZED",
+    )
+}
+"""After these a context never works again."""
+NAMES = {
+    "reserve": "cuMemAddressReserve",
+    "free": "cuMemAddressFree",
+    "create": "cuMemCreate",
+    "release": "cuMemRelease",
+    "map": "cuMemMap",
+    "set_access": "cuMemSetAccess",
+    "unmap": "cuMemUnmap",
+    "fill": "cuMemsetD8Async",
+    "copy": "cuMemcpyAsync",
+    "make_event": "cuEventCreate",
+    "record": "cuEventRecord",
+    "query": "cuEventQuery",
+    "wait": "cuStreamWaitEvent",
+    "wait_for": "cuEventSynchronize",
+    "is_capturing": "cuStreamIsCapturing",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
+    "capture_mode": "cuThreadExchangeStreamCaptureMode",
+    "allocate": "cuMemAlloc_v2",
+    "deallocate": "cuMemFree_v2",
+    "synchronize": "cuCtxSynchronize",
+}
+"""By name in the table of a driver: the CUDA driver's function."""
+
+
+def check(call: str, status: Any, detail: str = "") -> None:
+    """Raises what a CUDA driver call returned, unless it was success."""
+    if status != SUCCESS:
+        lost = DeviceLostError if status in LOST else DriverError
+        kind = DriverOutOfMemoryError if status == OUT_OF_MEMORY else lost
+        raise kind(call, cu.CUresult(status).name, detail)
+
+
+def cuda_version() -> str:
+    """The newest CUDA that the installed driver supports."""
+    status, version = cu.cuDriverGetVersion()
+    check("cuDriverGetVersion", status)
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class CudaDriver(Driver):
+    """Pages of GPU memory (see `vmmkv.driver.driver.Driver`).
+
+    Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
+    the device supports it: `features` says what a trial page was granted, and what else there is.
+
+    Args:
+        device: a CUDA device; without an index, torch's current one.
+        page_size: bytes of a page, a multiple of the device's granularity (2 MiB on all so far).
+    """
+
+    def __init__(self, device: torch.device, page_size: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceError(f"asked for {device}, but torch sees no CUDA device; device='cpu' runs on host memory")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise DeviceError(f"asked for cuda:{index}; torch sees {torch.cuda.device_count()} CUDA device(s)")
+        self.device = torch.device("cuda", index)
+        torch.cuda.mem_get_info(self.device)  # makes torch's primary context, where there is none yet
+        status, ordinal = cu.cuDeviceGet(index)
+        check("cuDeviceGet", status)
+        status, context = cu.cuDevicePrimaryCtxRetain(ordinal)  # for ever, like torch
+        check("cuDevicePrimaryCtxRetain", status)
+        with torch.cuda.device(self.device):
+            self.features, self.allocation, granularity = self._probe(ordinal)
+        """What pages can do, what `cuMemCreate` is asked for, and bytes of the smallest page."""
+        self.access = {writable: [self._access_description(writable)] for writable in (False, True)}
+        """What `cuMemSetAccess` is asked for, by whether pages may be written."""
+        libcuda = ctypes.CDLL("libcuda.so.1")
+        words = {
+            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in NAMES.items()
+        }
+        words |= {"context": int(context), "property": self.allocation.getPtr()}
+        words |= {"access": self.access[True][0].getPtr(), "read_access": self.access[False][0].getPtr()}
+        super().__init__(self.device, granularity, check_page_size(page_size, granularity), words, NAMES)
+        keep(self.allocation, self.access)
+
+    def _allocation_property(self, exportable: bool, rdma: bool) -> Any:
+        """What `cuMemCreate` is asked for."""
+        wanted = cu.CUmemAllocationProp()
+        wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = self.device.index
+        if exportable:
+            handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            wanted.requestedHandleTypes = handle_type
+        wanted.allocFlags.gpuDirectRDMACapable = int(rdma)
+        return wanted
+
+    def _access_description(self, writable: bool) -> Any:
+        """What `cuMemSetAccess` is asked for."""
+        flags = cu.CUmemAccess_flags
+        access = cu.CUmemAccessDesc()
+        access.location = self.allocation.location
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        return access
+
+    def _probe(self, ordinal: Any) -> tuple[dict[str, bool], Any, int]:
+        """Which kind of page the device grants, and its granularity: asks, then makes one to be sure."""
+        attribute = cu.CUdevice_attribute
+
+        def supports(name: Any) -> bool:
+            status, value = cu.cuDeviceGetAttribute(name, ordinal)
+            return bool(status == SUCCESS and value)
+
+        if not supports(attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+            raise DeviceError(f"{self.device} has no virtual memory management, which vmmkv is made of")
+        exportable = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        rdma = supports(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+        for features in (
+            {"exportable": exportable, "rdma": rdma},
+            {"exportable": exportable, "rdma": False},
+            {"exportable": False, "rdma": False},
+        ):
+            wanted = self._allocation_property(**features)
+            status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
+            check("cuMemGetAllocationGranularity", status)
+            status, handle = cu.cuMemCreate(granularity, wanted, 0)
+            if status == SUCCESS:
+                check("cuMemRelease", *cu.cuMemRelease(handle))
+                features["fabric_handles"] = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
+                features["host_numa_pages"] = supports(
+                    attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+                )
+                return features, wanted, granularity
+        check("cuMemCreate", status, "not even a plain page could be made")
+        raise AssertionError("check raises")
+
+    def error_of(self, name: str, status: int, detail: str) -> DriverError:
+        try:
+            check(NAMES[name], cu.CUresult(status), detail or (f"on {self.device}" if name == "create" else ""))
+        except DriverError as error:
+            return error.with_traceback(None)
+        raise AssertionError(f"{name} has not failed")
+
+    def memory_info(self) -> tuple[int, int]:
+        self.check_process()
+        return torch.cuda.mem_get_info(self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

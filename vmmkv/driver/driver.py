@@ -1,0 +1,306 @@
+"""What Python holds of a memory system: its table of C functions, and its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping
+from typing import Any, NewType
+
+import numpy as np
+import torch
+
+from ..compiled.code import address_of
+from ..errors import DeviceError, DriverError, ForkError, LayoutError, StreamCaptureError
+from . import entries
+from .fencing import EVENTS, FAILED, SLOTS, STREAM
+from .running import CAPTURED, COPY, FILL
+from .table import (
+    CREATE,
+    DRIVER,
+    FORKED,
+    MAP,
+    RELEASE,
+    SCRATCH,
+    SET_ACCESS,
+    SET_READ_ACCESS,
+    STATUS,
+    UNMAP,
+)
+
+Handle = NewType("Handle", int)
+"""Physical memory of a page, or of several side by side, as the memory system names it."""
+
+DEFAULT_PAGE_SIZE = 2 << 20
+STEPS = {UNMAP: "unmap", MAP: "map", SET_ACCESS: "set_access", SET_READ_ACCESS: "set_access", CREATE: "create", RELEASE: "release"}  # fmt: skip
+"""By kind: the function of the table."""
+
+_kept: list[object] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+
+
+def keep(*objects: object) -> None:
+    """Keeps what compiled code is given addresses of, also after the interpreter: a daemon thread may be in a call."""
+    _kept.extend(objects)
+
+
+class Driver:
+    """A memory system. Addresses and sizes are in bytes, multiples of `page_size`.
+
+    Args:
+        device: where the pages are.
+        granularity: bytes of the smallest page that it has.
+        page_size: bytes of one page, a multiple of the granularity.
+        words: addresses of `FUNCTIONS`, and `ARGUMENTS`.
+        names: what the memory system calls its functions, for errors.
+
+    Attributes:
+        table: its `DRIVER` record. A test may put functions of its own into it.
+        address: that of the table, which compiled functions are given.
+        alignment: what `reserve` is given as such.
+    """
+
+    alignment = 0
+
+    def __init__(
+        self, device: torch.device, granularity: int, page_size: int, words: Mapping[str, int], names: Mapping[str, str]
+    ) -> None:
+        self.device, self.granularity, self.page_size, self.names = device, granularity, page_size, names
+        records = np.zeros(1, DRIVER)
+        fences = np.zeros(SLOTS, STREAM), *(np.zeros((SLOTS, EVENTS), np.int64) for _ in range(2))
+        keep(records, fences)
+        self.table, self.address = records[0], records.ctypes.data
+        for name, value in words.items():
+            self.table[name] = value
+        for name, part in zip(("streams_at", "ticks_at", "events_at"), fences):
+            self.table[name] = part.ctypes.data
+        self.table["clock"] = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
+        self._process = os.getpid()
+        self._slots: dict[int, int] = {}
+        """By the handle of a stream: its slot."""
+        self._streams: list[Any] = [None] * SLOTS
+        """By slot: the stream, which lives as long as its handle is in the table."""
+        self._claimed = 0
+        _drivers.add(self)
+
+    # -------------------------------------------------------------- memory
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total physical bytes of the device, now."""
+        raise NotImplementedError
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserves a virtual range and returns its address."""
+        scratch, at = new_scratch()
+        status = entries.reserve(self.address, nbytes, self.alignment, at)
+        if status:
+            raise self.error("reserve", status, f"reserving {nbytes} bytes of addresses")
+        return scratch[STATUS]
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Gives a whole reserved range back; nothing may be mapped in it."""
+        _scratch, at = new_scratch()
+        self._check("free", entries.free(self.address, address, nbytes, at))
+
+    def create(self, pages: int = 1) -> Handle:
+        """Makes one piece of memory, of several pages side by side if asked. Raises `DriverOutOfMemoryError` when the
+        device has none left."""
+        out = array("q", [0])
+        self._step(CREATE, out.buffer_info()[0], pages * self.page_size, 1)
+        return Handle(out[0])
+
+    def release(self, handle: Handle) -> None:
+        """Gives a piece of memory back; it may be mapped nowhere."""
+        word = array("q", [handle])
+        self._step(RELEASE, word.buffer_info()[0], 0, 1)
+
+    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
+        """Puts a piece of memory, which is of so many pages, under `address`, where nothing is mapped."""
+        self._step(MAP, address, pages * self.page_size, handle)
+
+    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        """Makes a range of mapped pages readable, and writable or read-only."""
+        self._step(SET_ACCESS if writable else SET_READ_ACCESS, address, nbytes, 0)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Takes away what is mapped in a range, whole pieces; where nothing is mapped it stays so."""
+        self._step(UNMAP, address, nbytes, 0)
+
+    def _step(self, *step: int) -> None:
+        steps, spent = array("q", step), array("q", bytes(96))
+        scratch, at = new_scratch()
+        if not entries.run(self.address, steps.buffer_info()[0], 1, spent.buffer_info()[0], at):
+            raise self.error(STEPS[step[0]], scratch[STATUS])
+
+    # -------------------------------------------------------------- streams
+
+    def current_stream(self) -> Any:
+        """The stream that torch works on now; None where work is never asynchronous."""
+        return None
+
+    def new_stream(self) -> Any:
+        """A stream that waits for no other; None where work is never asynchronous."""
+        return None
+
+    def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
+        """Sets bytes, in the order of a stream.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured on the current stream, or on `stream`: as a part of the
+                graph the call would run again at each replay.
+        """
+        self._queue("fill", FILL, address, value, nbytes, stream)
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: Any = None) -> None:
+        """Copies bytes between ranges that do not overlap, of which one may be pinned host memory, in the order of a
+        stream, or of the current one. Raises what `fill` does."""
+        self._queue("copy", COPY, destination, source, nbytes, stream)
+
+    def _queue(self, name: str, kind: int, address: int, other: int, nbytes: int, stream: Any) -> None:
+        current = self.current_stream()
+        handles = handle_of(current if stream is None else stream), handle_of(current)
+        _scratch, at = new_scratch()
+        status = entries.queue(self.address, kind, address, other, nbytes, *handles, at)
+        if status == CAPTURED:
+            raise self.captured(name, current, stream)
+        self._check(name, status)
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device. Captures of other threads go on undisturbed.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured on the current stream.
+            DeviceLostError: an earlier failure has ended the device's context, and its memory with it.
+        """
+        current = self.current_stream()
+        _scratch, at = new_scratch()
+        status = entries.synchronize(self.address, handle_of(current), at)
+        if status == CAPTURED:
+            raise self.captured("deallocate", current)
+        self._check("deallocate", status)
+
+    def stream_of(self, handle: int) -> Any:
+        """The stream of a handle that has a slot, or None."""
+        slot = self._slots.get(handle)
+        return None if slot is None else self._streams[slot]
+
+    def slots(self, streams: Iterable[Any]) -> int:
+        """The slots of streams, as bits; see `vmmkv.driver.fencing`."""
+        bits = 0
+        for stream in streams:
+            if stream is not None:
+                handle = handle_of(stream)
+                slot = self._slots.get(handle)
+                bits |= 1 << (self._claim(handle, stream) if slot is None else slot)
+        return bits
+
+    def _claim(self, handle: int, stream: Any) -> int:
+        _scratch, at = new_scratch()
+        slot = FAILED
+        while slot == FAILED:
+            slot = entries.claim(self.address, handle, self._claimed, at)
+            if slot == FAILED:  # all have work under way
+                self.synchronize()
+        if (before := self._streams[slot]) is not None:
+            del self._slots[handle_of(before)]
+        self._streams[slot], self._slots[handle], self._claimed = stream, slot, (slot + 1) % SLOTS
+        return slot
+
+    # -------------------------------------------------------------- errors
+
+    def error(self, name: str, status: int, detail: str = "") -> Exception:
+        """What a status of a function of the table is raised as."""
+        if status == FORKED:
+            return fork_error()
+        return self.error_of(name, status, detail)
+
+    def error_of(self, name: str, status: int, detail: str) -> DriverError:
+        """The same, but for `FORKED`."""
+        raise NotImplementedError
+
+    def captured(self, name: str, *streams: Any) -> StreamCaptureError:
+        """What is raised for a call while one of some streams is captured."""
+        shown = " or ".join(dict.fromkeys(repr(stream) for stream in streams if stream is not None))
+        return StreamCaptureError(
+            f"{self.names[name]} cannot be part of a CUDA graph, and {shown} is being captured: extend what the graph "
+            "needs before the capture, and truncate, free or close after it"
+        )
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            raise self.error(name, status)
+
+    def check_process(self) -> None:
+        """Raises `ForkError` where a driver was made by another process: each would take the other's pages for free."""
+        if os.getpid() != self._process:
+            raise fork_error()
+
+
+def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:
+    """The driver for `device`.
+
+    Args:
+        device: `"cuda"`, `"cuda:1"` or `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page; None is 2 MiB, or the granularity where that is larger.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise DeviceError(f"asked for device {device!r}; vmmkv knows 'cuda', 'cuda:1' and 'cpu'") from None
+    if device.type == "cuda":
+        from .cuda import CudaDriver
+
+        return CudaDriver(device, page_size)
+    if device.type == "cpu":
+        from .host import HostDriver
+
+        return HostDriver(page_size)
+    raise DeviceError(f"asked for device {device}; vmmkv knows cuda and cpu")
+
+
+def new_scratch() -> tuple[array[int], int]:
+    """`SCRATCH` words for one call of a compiled function, and their address, which is good as long as they are held."""
+    words = array("q", bytes(8 * SCRATCH))
+    return words, words.buffer_info()[0]
+
+
+def handle_of(stream: Any) -> int:
+    """A stream's handle. The default stream has a name of its own, so that 0 is none."""
+    return 0 if stream is None else stream.cuda_stream or LEGACY
+
+
+LEGACY = 1
+"""CU_STREAM_LEGACY."""
+
+
+def fork_error() -> ForkError:
+    """What a forked child is told."""
+    return ForkError(
+        "this driver was made before fork(); its memory belongs to the parent. Make a new one in the child, or start "
+        "processes with the 'spawn' method"
+    )
+
+
+def check_page_size(page_size: int | None, granularity: int) -> int:
+    """The page size to use: a multiple of `granularity`, 2 MiB unless asked otherwise."""
+    if page_size is None:
+        return -(-DEFAULT_PAGE_SIZE // granularity) * granularity
+    if not isinstance(page_size, int) or page_size <= 0 or page_size % granularity or page_size.bit_length() > 47:
+        shown = page_size if not isinstance(page_size, int) or page_size.bit_length() < 64 else "more than 64 bits"
+        raise LayoutError(f"asked for page_size={shown}; it must be a multiple of {granularity} bytes, below 2**47")
+    return page_size
+
+
+def _leave_to_parent() -> None:
+    """Refuses, in a forked child, what only the parent has a part in."""
+    for driver in list(_drivers):
+        for name in ("reserve", "create", "map", "release"):
+            driver.table[name] = address_of(entries.host_refuse)
+
+
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_leave_to_parent)

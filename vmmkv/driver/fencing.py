@@ -1,0 +1,195 @@
+"""Fences, compiled: events on streams, and which of them must have passed.
+
+A *tick* is the number of a recording. A fence is a set of streams, as bits of their slots, and a tick: it has passed
+when on each of these streams the last event up to that tick has. So two fences are one by the union of their streams
+and the later of their ticks. Each slot has a ring of events, oldest first.
+
+Invariants:
+ 1. Ticks in a ring ascend; each event there was recorded at its tick, and nobody has seen it pass.
+ 2. Of ticks that a ring has no event for, those below `low` have passed. Where the ring was full, the oldest event
+    stands for all that were dropped before it, from `low` on: what waits for them waits a little longer.
+ 3. A slot is given to another stream only while its ring is empty. Fences from before name no tick of the new stream's,
+    and have passed.
+"""
+
+import numpy as np
+
+from ..compiled import entry, inner
+from ..compiled.native import call, view
+from .running import WORD, captured, enter, leave
+from .table import CELL, DRIVER, NOT_READY, SCRATCH, STATUS
+
+SLOTS, EVENTS = 62, 16
+"""Streams at a time, as many as a word has bits for; and events of a ring."""
+STREAM = np.dtype([(name, np.int64) for name in ("handle", "first", "count", "low")])
+WITHOUT_TIMING = 2
+FAILED = -1
+"""A call has failed: the scratch has its status."""
+
+
+@inner
+def event_for(driver: int, slot: int, tick: int) -> int:
+    """The place in a slot's ring of the event that a tick waits for, or -1 where there is none."""
+    d = view(driver, 1, DRIVER)[0]
+    stream = view(d.streams_at, SLOTS, STREAM)[slot]
+    ticks = view(d.ticks_at, (SLOTS, EVENTS), np.int64)
+    if stream.count == 0 or tick < stream.low:
+        return -1
+    for behind in range(stream.count - 1, 0, -1):
+        place = (stream.first + behind) % EVENTS
+        if ticks[slot, place] <= tick:
+            return place
+    return stream.first
+
+
+@inner
+def forget(driver: int, slot: int, place: int) -> None:
+    """Takes the event at a place out of a ring, and all before it: they have passed."""
+    d = view(driver, 1, DRIVER)[0]
+    stream = view(d.streams_at, SLOTS, STREAM)[slot]
+    ticks = view(d.ticks_at, (SLOTS, EVENTS), np.int64)
+    stream.count -= (place - stream.first) % EVENTS + 1
+    stream.first = (place + 1) % EVENTS
+    stream.low = ticks[slot, stream.first]
+
+
+@inner
+def ask(driver: int, slot: int, tick: int) -> int:
+    """0 if a slot's work up to a tick has finished, otherwise NOT_READY, or another status. It needs the context."""
+    d = view(driver, 1, DRIVER)[0]
+    place = event_for(driver, slot, tick)
+    if place < 0:
+        return 0
+    status = call(d.query, (view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place],))
+    if status == 0 and event_for(driver, slot, tick) == place:  # a query may run Python, in tests, and another thread
+        forget(driver, slot, place)
+    return status
+
+
+@entry
+def claim(driver: int, stream: int, start: int, scratch: int) -> int:
+    """A slot for a stream that has none, the first from `start` on whose stream, if it has one, has finished its work;
+    -1: there is none."""
+    d = view(driver, 1, DRIVER)[0]
+    streams = view(d.streams_at, SLOTS, STREAM)
+    if enter(driver, scratch):
+        return -1
+    found = -1
+    for behind in range(SLOTS):
+        slot = (start + behind) % SLOTS
+        if found < 0 and ask(driver, slot, d.tick) == 0:
+            found = slot
+    leave(driver, scratch)
+    if found >= 0:
+        streams[found].handle = stream
+    return found
+
+
+@inner
+def put(driver: int, slot: int, tick: int, scratch: int) -> int:
+    """Records an event on a slot's stream, and puts it into the ring. Returns a status. It needs the context."""
+    d = view(driver, 1, DRIVER)[0]
+    stream = view(d.streams_at, SLOTS, STREAM)[slot]
+    events, ticks = view(d.events_at, (SLOTS, EVENTS), np.int64), view(d.ticks_at, (SLOTS, EVENTS), np.int64)
+    if stream.count == EVENTS:
+        status = ask(driver, slot, ticks[slot, stream.first])
+        if status and status != NOT_READY:
+            return status
+    if stream.count == EVENTS:  # the next one stands for the oldest, which is recorded anew
+        stream.first = (stream.first + 1) % EVENTS
+        stream.count -= 1
+    place = (stream.first + stream.count) % EVENTS
+    if events[slot, place] == 0:
+        status = call(d.make_event, (scratch + CELL * WORD, WITHOUT_TIMING))
+        if status:
+            return status
+        events[slot, place] = view(scratch, SCRATCH, np.int64)[CELL]
+    status = call(d.record, (events[slot, place], stream.handle))
+    if status == 0:
+        ticks[slot, place] = tick
+        if stream.count == 0:
+            stream.first, stream.low = place, tick
+        stream.count += 1
+    return status
+
+
+@entry
+def record(driver: int, slots: int, current: int, scratch: int) -> int:
+    """Records events on the streams of slots, behind all work that was submitted to them so far.
+
+    Returns the tick; or `CAPTURED` where one of these streams, or the current one, is captured, of which the scratch
+    has the handle; or `FAILED`.
+    """
+    d, words = view(driver, 1, DRIVER)[0], view(scratch, SCRATCH, np.int64)
+    streams = view(d.streams_at, SLOTS, STREAM)
+    status = enter(driver, scratch)
+    if status:
+        words[STATUS] = status
+        return FAILED
+    handle, tick = current, 0
+    status = captured(driver, current, scratch)
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and status == 0 and streams[slot].handle != current:
+            handle = streams[slot].handle
+            status = captured(driver, handle, scratch)
+    if status == 0:
+        d.tick += 1
+        tick = d.tick
+        for slot in range(SLOTS):
+            if slots >> slot & 1 and status == 0:
+                status = put(driver, slot, tick, scratch)
+        handle = status
+        status = FAILED if status else 0
+    elif status > 0:
+        handle = status
+        status = FAILED
+    leave(driver, scratch)
+    words[STATUS] = handle
+    return status if status else tick
+
+
+@entry
+def pending(driver: int, slots: int, tick: int, scratch: int) -> int:
+    """Which of a fence's streams have not come so far, as bits of their slots; or `FAILED`. Does not wait."""
+    status = enter(driver, scratch)
+    left = 0
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and (status == 0 or status == NOT_READY):
+            status = ask(driver, slot, tick)
+            left |= (1 << slot) if status else 0
+    if status == 0 or status == NOT_READY:
+        leave(driver, scratch)
+        return left
+    leave(driver, scratch)
+    view(scratch, SCRATCH, np.int64)[STATUS] = status
+    return FAILED
+
+
+@entry
+def order(driver: int, slots: int, tick: int, stream: int, scratch: int) -> int:
+    """Makes work that is submitted to a stream from now on wait for a fence; the host goes on. Returns a status."""
+    d = view(driver, 1, DRIVER)[0]
+    status = enter(driver, scratch)
+    if status:
+        return status
+    events = view(d.events_at, (SLOTS, EVENTS), np.int64)
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and status == 0:
+            place = event_for(driver, slot, tick)
+            if place >= 0:
+                status = call(d.wait, (stream, events[slot, place], 0))
+    leave(driver, scratch)
+    return status
+
+
+@entry
+def first_event(driver: int, slots: int, tick: int) -> int:
+    """An event that a fence waits for, or 0."""
+    d = view(driver, 1, DRIVER)[0]
+    events = view(d.events_at, (SLOTS, EVENTS), np.int64)
+    for slot in range(SLOTS):
+        if slots >> slot & 1:
+            place = event_for(driver, slot, tick)
+            if place >= 0:
+                return events[slot, place]
+    return 0

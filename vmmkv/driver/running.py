@@ -1,0 +1,190 @@
+"""Calls of a memory system, compiled. `driver` is the address of a `DRIVER`, `scratch` that of `SCRATCH` words."""
+
+import numpy as np
+
+from ..compiled import entry_without_lock, inner
+from ..compiled.native import call, view
+from .table import (
+    CAPTURED_IMPLICITLY,
+    CELL,
+    CREATE,
+    DRIVER,
+    MAP,
+    MODE,
+    OUT_OF_MEMORY,
+    RELEASE,
+    SCRATCH,
+    SET_ACCESS,
+    SET_READ_ACCESS,
+    STATUS,
+    TIME,
+    UNMAP,
+    VACANT,
+)
+
+MONOTONIC, RELAXED, WORD = 1, 2, 8
+CAPTURED = -3
+"""Why nothing was queued: a CUDA graph is being captured."""
+FILL, COPY = 0, 1
+
+
+@inner
+def enter(driver: int, scratch: int) -> int:
+    """Makes the device's context current, and the capture mode relaxed, until `leave`. Returns a status."""
+    d = view(driver, 1, DRIVER)[0]
+    status = call(d.push, (d.context,))
+    if status == 0:
+        view(scratch, SCRATCH, np.int64)[MODE] = RELAXED
+        call(d.capture_mode, (scratch + MODE * WORD,))
+    return status
+
+
+@inner
+def leave(driver: int, scratch: int) -> int:
+    """Makes the caller's context and capture mode current again."""
+    d = view(driver, 1, DRIVER)[0]
+    call(d.capture_mode, (scratch + MODE * WORD,))
+    return call(d.pop, (scratch + CELL * WORD,))
+
+
+@inner
+def now(driver: int, scratch: int) -> int:
+    """Nanoseconds."""
+    call(view(driver, 1, DRIVER)[0].clock, (MONOTONIC, scratch + TIME * WORD))
+    time = view(scratch, SCRATCH, np.int64)
+    return time[TIME] * 1_000_000_000 + time[TIME + 1]
+
+
+@inner
+def step(driver: int, kind: int, address: int, nbytes: int, handle: int) -> int:
+    """Makes one call. `create` and `release` write to `handle` words from `address` on, or read from the first."""
+    d = view(driver, 1, DRIVER)[0]
+    if kind == UNMAP:
+        return call(d.unmap, (address, nbytes))
+    if kind == MAP:
+        return call(d.map, (address, nbytes, 0, handle, 0))
+    if kind == SET_ACCESS:
+        return call(d.set_access, (address, nbytes, d.access, 1))
+    if kind == SET_READ_ACCESS:
+        return call(d.set_access, (address, nbytes, d.read_access, 1))
+    if kind == CREATE:
+        status = call(d.create, (address, nbytes, d.property, 0))
+    else:
+        status = call(d.release, (view(address, 1, np.int64)[0],))
+    if status == 0:
+        words = view(address, handle, np.int64)
+        for index in range(handle):
+            words[index] = VACANT if kind == RELEASE else words[0]
+    return status
+
+
+@entry_without_lock
+def run(driver: int, steps: int, count: int, spent: int, scratch: int) -> int:
+    """Makes steps of four numbers each (kind, address, bytes, handle) until one fails; returns how many were made. The
+    status goes to the scratch; calls and nanoseconds by kind are added at `spent`: the clock is read once for a run of
+    one kind."""
+    table, status_of = view(steps, (count, 4), np.int64), view(scratch, SCRATCH, np.int64)
+    meter = view(spent, (RELEASE + 1, 2), np.int64)
+    status = enter(driver, scratch)
+    status_of[STATUS] = status
+    if status:
+        return 0
+    done, start = 0, now(driver, scratch)
+    while done < count and status == 0:
+        kind = table[done, 0]
+        status = step(driver, kind, table[done, 1], table[done, 2], table[done, 3])
+        counted = SET_ACCESS if kind == SET_READ_ACCESS else kind
+        if status == 0:
+            meter[counted, 0] += 1
+            done += 1
+        if status or done == count or table[done, 0] != kind:
+            time = now(driver, scratch)
+            meter[counted, 1] += time - start
+            start = time
+    leave(driver, scratch)
+    status_of[STATUS] = status
+    return done
+
+
+@inner
+def captured(driver: int, stream: int, scratch: int) -> int:
+    """`CAPTURED` if a graph is being captured on a stream, else a status. It needs the context."""
+    words = view(scratch, SCRATCH, np.int64)
+    words[CELL] = 0
+    status = call(view(driver, 1, DRIVER)[0].is_capturing, (stream, scratch + CELL * WORD))
+    if status == CAPTURED_IMPLICITLY or (status == 0 and words[CELL]):
+        return CAPTURED
+    return status
+
+
+@entry_without_lock
+def queue(
+    driver: int, kind: int, address: int, other: int, nbytes: int, stream: int, current: int, scratch: int
+) -> int:
+    """Queues a fill with a value, or a copy from an address, on a stream, unless it or the current one is captured.
+    Returns a status, or `CAPTURED`."""
+    d = view(driver, 1, DRIVER)[0]
+    status = enter(driver, scratch)
+    if status:
+        return status
+    status = captured(driver, current, scratch)
+    if status == 0 and stream != current:
+        status = captured(driver, stream, scratch)
+    if status == 0 and kind == FILL:
+        status = call(d.fill, (address, other, nbytes, stream))
+    elif status == 0:
+        status = call(d.copy, (address, other, nbytes, stream))
+    leave(driver, scratch)
+    return status
+
+
+@entry_without_lock
+def reserve(driver: int, nbytes: int, alignment: int, scratch: int) -> int:
+    """Reserves addresses; the first goes to the scratch's first word. Returns a status."""
+    status = enter(driver, scratch)
+    if status == 0:
+        status = call(view(driver, 1, DRIVER)[0].reserve, (scratch + STATUS * WORD, nbytes, alignment, 0, 0))
+        leave(driver, scratch)
+    return status
+
+
+@entry_without_lock
+def free(driver: int, address: int, nbytes: int, scratch: int) -> int:
+    """Gives a whole reserved range back. Returns a status."""
+    status = enter(driver, scratch)
+    if status == 0:
+        status = call(view(driver, 1, DRIVER)[0].free, (address, nbytes))
+        leave(driver, scratch)
+    return status
+
+
+@entry_without_lock
+def synchronize(driver: int, current: int, scratch: int) -> int:
+    """Waits for all work on the device, unless the current stream is captured. Returns a status, or `CAPTURED`.
+
+    `synchronize` would break a capture of any other thread, whatever this thread's mode. To free memory waits for all
+    streams as well, and leaves captures alone (seen on an H200 with driver 580).
+    """
+    d = view(driver, 1, DRIVER)[0]
+    status = enter(driver, scratch)
+    if status:
+        return status
+    status = captured(driver, current, scratch)
+    if status == 0:
+        status = call(d.allocate, (scratch + STATUS * WORD, 1))
+        if status == OUT_OF_MEMORY:
+            status = call(d.synchronize, ())
+        elif status == 0:
+            status = call(d.deallocate, (view(scratch, SCRATCH, np.int64)[STATUS],))
+    leave(driver, scratch)
+    return status
+
+
+@entry_without_lock
+def wait_for(driver: int, event: int, scratch: int) -> int:
+    """Waits for an event. Returns a status."""
+    status = enter(driver, scratch)
+    if status == 0:
+        status = call(view(driver, 1, DRIVER)[0].wait_for, (event,))
+        leave(driver, scratch)
+    return status
