@@ -24,6 +24,8 @@ from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.memory.frames import LARGE
 
+from .geometry import memory_of
+
 BATCH = 256
 TOKENS_PER_PAGE = 16
 MOST_PAGES = 64
@@ -91,7 +93,7 @@ def make_cache(driver: Driver, pages: int, max_sequences: int = 2, large_frames:
         max_sequences,
         pages * TOKENS_PER_PAGE,
         max_bytes=pages * driver.page_size,
-        driver=driver,
+        **memory_of(driver),
         lookahead=0,
         large_frames=large_frames,
     )

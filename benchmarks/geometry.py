@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vmmkv import KVLayout
@@ -22,3 +24,8 @@ def open_geometry(device: str | None) -> tuple[Driver, KVLayout]:
     if driver.device.type == "cpu":
         driver = open_driver(device, 16 * SMALL.token_bytes)
     return driver, layout_on(driver.device.type == "cuda")
+
+
+def memory_of(driver: Driver) -> dict[str, Any]:
+    """What a cache is given to have memory like a driver's."""
+    return {"device": driver.device, "page_size": driver.page_size}

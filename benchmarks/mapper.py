@@ -27,7 +27,7 @@ from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver.driver import Driver
 from vmmkv.workload import conversations
 
-from .geometry import open_geometry
+from .geometry import memory_of, open_geometry
 
 Row = dict[str, Any]
 WAYS = MAPPED, AHEAD, IN_NEED = ("mapped before", "mapper", "no mapper")
@@ -166,7 +166,9 @@ def growing(bench: Bench, way: str, sequences: int, steps: int) -> Iterator[tupl
     most = steps + 64
     budget = sequences * bench.layout.pages(most, bench.driver.page_size) * bench.driver.page_size
     lookahead = bench.lookahead if way == AHEAD else 0
-    with KVCache(bench.layout, sequences, most, max_bytes=budget, driver=bench.driver, lookahead=lookahead) as cache:
+    with KVCache(
+        bench.layout, sequences, most, max_bytes=budget, lookahead=lookahead, **memory_of(bench.driver)
+    ) as cache:
         lengths = np.random.default_rng(0).integers(1, 33, sequences).tolist()
         batch = [cache.sequence(length) for length in lengths]
         if way == MAPPED:
@@ -298,7 +300,7 @@ def prompts(bench: Bench) -> list[Row]:
     with ExitStack() as stack:
         caches = {}
         for frames in FRAMES:
-            pool = FramePool(2 * pages * bench.driver.page_size, driver=bench.driver)
+            pool = FramePool(2 * pages * bench.driver.page_size, **memory_of(bench.driver))
             stack.callback(pool.close)
             options: Row = {"pool": pool, "lookahead": bench.lookahead, "large_frames": frames == LARGE}
             caches[frames] = stack.enter_context(KVCache(bench.layout, 64, tokens, **options))

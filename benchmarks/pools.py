@@ -33,12 +33,12 @@ from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
 from vmmkv.cli.output import console, errors, format_bytes, make_table
-from vmmkv.memory.budget import parse_bytes
 from vmmkv.driver.driver import open_driver
+from vmmkv.memory.budget import parse_bytes
 
 from .engine.engine import Engine
 from .engine.model import MODELS, random_model
-from .engine.vmm import make_driver
+from .engine.vmm import memory_for
 from .serve import options
 from .serve.measure import Settings, figures, free_memory, make_engine
 from .serve.workloads import Limits, Usual, Workload, make_workload
@@ -74,8 +74,8 @@ HOST = Usual("tiny", "512KiB", 256, 128, shorten=16)
 def pools_of(mode: str, layouts: list[KVLayout], memory: int, device: torch.device) -> list[FramePool]:
     """For each model the pool that it lies on; pages are as large in all of them."""
     if mode == SHARED:
-        return [FramePool(memory, driver=make_driver(layouts[0], device))] * len(layouts)
-    return [FramePool(memory // len(layouts), driver=make_driver(layouts[0], device)) for _ in layouts]
+        return [FramePool(memory, **memory_for(layouts[0], device))] * len(layouts)
+    return [FramePool(memory // len(layouts), **memory_for(layouts[0], device)) for _ in layouts]
 
 
 def serve(engines: list[Engine], settings: list[Settings], works: list[Workload], bursts: int) -> Row:

@@ -32,7 +32,6 @@ from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.events import EventLog, Removed, Stored
-from vmmkv.driver.driver import open_driver
 from vmmkv.workload import TraceError, read_trace
 
 Row = dict[str, Any]
@@ -106,7 +105,8 @@ def replay(prompts: list[Ids], pages: int, host_pages: int) -> Row:
         ROWS,
         max(map(len, prompts)),
         max_bytes=(pages + 1) * PAGE_BYTES,
-        driver=open_driver("cpu", PAGE_BYTES),
+        device="cpu",
+        page_size=PAGE_BYTES,
         large_frames=False,
         host_bytes=host_pages * PAGE_BYTES,
         event_log=log,

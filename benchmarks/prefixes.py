@@ -26,7 +26,7 @@ from vmmkv.memory.frames import LARGE
 from vmmkv.reuse.promoting import HOT
 
 from .allocator import microseconds, spread
-from .geometry import LAYOUT, open_geometry
+from .geometry import LAYOUT, memory_of, open_geometry
 from .sharing import calls_of, calls_since
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def beginnings(driver: Driver, layout: KVLayout, tokens: int, large: bool, round
     max_bytes = (4 * pages + 64) * driver.page_size
     known = np.random.default_rng().integers(1 << 17, size=tokens + TURN)
     with KVCache(
-        layout, 4, tokens + 2 * TURN, max_bytes=max_bytes, driver=driver, lookahead=0, large_frames=large
+        layout, 4, tokens + 2 * TURN, max_bytes=max_bytes, lookahead=0, large_frames=large, **memory_of(driver)
     ) as cache:
         holder = cache.sequence(token_ids=known[:tokens], expected_tokens=tokens + 2 * TURN)
         holder.extend(2 * TURN)  # what the chat will have has its pages
@@ -62,7 +62,12 @@ def moved(driver: Driver, layout: KVLayout, tokens: int, rounds: int) -> Row:
     step = (LARGE - 1) * driver.page_size // layout.token_bytes
     known = np.random.default_rng().integers(1 << 17, size=tokens + TURN)
     with KVCache(
-        layout, HOT + 2, tokens + 2 * TURN, max_bytes=(4 * pages + 64) * driver.page_size, driver=driver, lookahead=1
+        layout,
+        HOT + 2,
+        tokens + 2 * TURN,
+        max_bytes=(4 * pages + 64) * driver.page_size,
+        lookahead=1,
+        **memory_of(driver),
     ) as cache:
         holder = cache.sequence(token_ids=known[:0])
         while holder.length < tokens:

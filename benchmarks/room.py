@@ -22,6 +22,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import FramePool
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
+from vmmkv.driver.host import NullDriver
 from vmmkv.memory.budget import parse_bytes
 
 from .engine.model import Config
@@ -32,7 +33,6 @@ from .engine.seen import SeenTokens
 from .serve import options
 from .serve.setup import GPU, describe, find_config, longest_request
 from .serve.workloads import Limits, Workload, make_workload, system_prompts
-from .virtual import BookkeepingDriver
 
 Row = dict[str, Any]
 DEVICE_BYTES = 80 << 30
@@ -106,7 +106,7 @@ def make_backend(
     sizes = config.kv_layout(DTYPE), max_sequences, workload.max_seq_len, nbytes
     if name == "blocks":
         return ReusingPagedKV(*sizes, torch.device("meta"))
-    pool = FramePool(max_bytes=nbytes, driver=BookkeepingDriver(DEVICE_BYTES))
+    pool = FramePool.on(NullDriver(DEVICE_BYTES), nbytes)
     return ReusingVmmKV(*sizes, torch.device("cpu"), pool=pool, large_frames=name == "rows")
 
 

@@ -25,10 +25,11 @@ from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, OutOfPagesError, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
+from vmmkv.driver.host import NullDriver
 from vmmkv.space.mapper import Mapper
 
 from .geometry import LAYOUT
-from .virtual import BookkeepingDriver, Rested
+from .virtual import Rested
 
 Row = dict[str, Any]
 PAGE = 16
@@ -65,8 +66,8 @@ class House(NamedTuple):
 def build(rows: int) -> House:
     """Seven of ten rows are live, with a lookahead behind them; two are parked, one is empty."""
     pages = rows * (TOKENS + AHEAD) // PAGE + BATCH * MOST // PAGE
-    nbytes = pages * BookkeepingDriver(0).page_size
-    pool = FramePool(nbytes, driver=BookkeepingDriver(nbytes))
+    nbytes = pages * NullDriver(0).page_size
+    pool = FramePool.on(NullDriver(nbytes), nbytes)
     pool.mapper = mapper = Rested(pool)
     cache = KVCache(LAYOUT, rows, MOST, pool=pool, lookahead=AHEAD)
     live = [cache.sequence(TOKENS + AHEAD) for _ in range(rows * 9 // 10)]
@@ -274,8 +275,8 @@ def measure_pages(large: bool, rounds: int) -> list[Row]:
     turns, so that what else the machine does meets all of them."""
     caches, live, took = {}, dict[int, Sequence](), dict[tuple[str, int], list[float]]()
     for pages in PAGES:
-        driver = BookkeepingDriver(2 * pages * BookkeepingDriver(0).page_size)
-        caches[pages] = KVCache(LAYOUT, 8, pages * PAGE, max_bytes="50%", driver=driver, large_frames=large)
+        driver = NullDriver(2 * pages * NullDriver(0).page_size)
+        caches[pages] = KVCache(LAYOUT, 8, pages * PAGE, pool=FramePool.on(driver, "50%"), large_frames=large)
         live[pages] = caches[pages].sequence(pages * PAGE)
 
     def start(pages: int) -> None:

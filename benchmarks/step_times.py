@@ -27,8 +27,8 @@ from benchmarks.comparisons import COLUMNS, lines
 from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, make_table
-from vmmkv.memory.budget import parse_bytes
 from vmmkv.driver.driver import open_driver
+from vmmkv.memory.budget import parse_bytes
 
 from .engine.engine import Engine
 from .serve import options

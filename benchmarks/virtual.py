@@ -6,14 +6,11 @@ memory; static reservation and block tables are a pool with a free list.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import vmmkv
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
-from vmmkv.driver.driver import Handle
-from vmmkv.driver.host import HostDriver
+from vmmkv.driver.host import NullDriver
 from vmmkv.space.mapper import Mapper
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
@@ -22,40 +19,6 @@ layer, `token-major` one for all of them: both are a `KVCache`."""
 FRAMES = ("single pages", "large frames", "large frames, and pages ahead")
 """What lies under the rows of `token-major`, which has the second. The third has the lookahead that is usual on a
 GPU."""
-
-
-class BookkeepingDriver(HostDriver):
-    """Addresses without memory: pages are numbers, and an access anywhere faults.
-
-    Args:
-        nbytes: the memory that the device is said to have.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(vmmkv.driver.driver.DEFAULT_PAGE_SIZE)
-        self.nbytes = nbytes
-        self._numbers = itertools.count()
-
-    def memory_info(self) -> tuple[int, int]:
-        return self.nbytes, self.nbytes
-
-    def create(self, pages: int = 1) -> Handle:
-        return Handle(next(self._numbers))
-
-    def release(self, handle: Handle) -> None:
-        pass
-
-    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
-        pass
-
-    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        pass
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        pass
-
-    def copy(self, destination: int, source: int, nbytes: int, stream: None = None) -> None:
-        pass
 
 
 class Rested(Mapper):
@@ -126,7 +89,7 @@ def make_allocator(
         heads, width = layout.num_kv_heads, layout.head_dim
         layout = KVLayout(2 * layout.num_layers, heads, width, layout.dtype, v_head_dim=0, layers_per_range=1)
     if scheme in ("per layer", "token-major", *FRAMES):
-        pool = FramePool(budget, driver=BookkeepingDriver(budget))
+        pool = FramePool.on(NullDriver(budget), budget)
         pool.mapper = Rested(pool)
         # One row more than there could be pages for: what runs out is memory.
         rows = min(max_sequences, budget // pool.page_size // len(layout.record_bytes) + 1)

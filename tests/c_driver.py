@@ -9,6 +9,8 @@ from conftest import small_driver
 from faulty import FaultyDriver
 
 from vmmkv.driver.driver import Handle
+from vmmkv.driver.host import NullDriver
+from vmmkv.torch.allocator import Allocator
 
 NUM_ARGUMENTS = {
     "reserve": 5,
@@ -34,6 +36,7 @@ class CDriver:
         fail_at: the number of the call to fail, from 0 on.
         failed: its name, once it has.
         misuse: what the driver below would not have.
+        table: a driver whose table has the functions.
     """
 
     def __init__(self, fail_at: int = -1, driver: FaultyDriver | None = None) -> None:
@@ -45,10 +48,9 @@ class CDriver:
         self.released: set[int] = set()
         self.synchronized = False
         self.callbacks = [self._callback(name, count) for name, count in NUM_ARGUMENTS.items()]
-        addresses = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self.callbacks]
-        from vmmkv.torch.allocator import C_ARGUMENTS
-
-        self.words = dict(zip(NUM_ARGUMENTS, addresses)) | dict.fromkeys(C_ARGUMENTS, 0)
+        self.table = NullDriver(1 << 30, self.driver.page_size)
+        for name, callback in zip(NUM_ARGUMENTS, self.callbacks):
+            self.table.table[name] = ctypes.cast(callback, ctypes.c_void_p).value
 
     def _callback(self, name: str, count: int) -> Callable[..., int]:
         def call(*words: int) -> int:
@@ -109,10 +111,8 @@ class CDriver:
 class Functions:
     """An allocator as torch calls it."""
 
-    def __init__(self, words: dict[str, int], page_size: int, budget: int) -> None:
-        from vmmkv.torch.allocator import Allocator  # compiled as it is imported: here, where it is needed
-
-        self.allocator = Allocator(words, page_size, budget)
+    def __init__(self, c_driver: CDriver, budget: int) -> None:
+        self.allocator = Allocator(c_driver.table, budget)
         self.books = self.allocator.state
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
             self.allocator.allocate

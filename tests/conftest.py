@@ -16,7 +16,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -170,6 +170,17 @@ def small_layout(driver: Driver, **kwargs: object) -> vmmkv.KVLayout:
     return vmmkv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=head_dim, dtype=torch.float32, **kwargs)  # type: ignore[arg-type]
 
 
+def on_driver(driver: Any, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Makes a cache, a pool or a tensor on a driver that a test has made."""
+    if driver is None:
+        return make(*args, **kwargs)
+    modules = "vmmkv.memory.pool", "vmmkv.cache"
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(mock.patch(f"{module}.open_driver", return_value=driver))
+        return make(*args, **kwargs)
+
+
 @pytest.fixture
 def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
     """Makes a cache of 4 rows of 100 tokens and 40 pages, unless asked otherwise."""
@@ -181,7 +192,7 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
         layout = kwargs.pop("layout", None) or small_layout(driver, layers_per_range=layers_per_range)
         # Only what is asked for is mapped, page by page.
         options = {"max_bytes": pages * driver.page_size, "lookahead": 0, "large_frames": False} | kwargs
-        return vmmkv.KVCache(layout, max_sequences, max_seq_len, driver=driver, **options)
+        return on_driver(driver, vmmkv.KVCache, layout, max_sequences, max_seq_len, **options)
 
     return make
 

@@ -1,16 +1,25 @@
-"""A driver for tests: wraps another, fails any call on demand, and keeps books of its own."""
+"""A driver for tests: puts its own C functions in the place of another's, fails any call on demand, and keeps books."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import vmmkv
-from vmmkv.errors import DriverError, DriverOutOfMemoryError
 from vmmkv.driver.driver import Driver, Handle
+from vmmkv.driver.table import FUNCTIONS
+from vmmkv.errors import DriverError, DriverOutOfMemoryError
 
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
+FIRST_STATUS = 1_000_000
+"""Statuses from here on stand for exceptions."""
+
+Words = dict[str, Callable[..., int]]
 
 
 @dataclass
@@ -28,6 +37,9 @@ class Fault:
 class FaultyDriver:
     """Passes calls on to `inner`; refuses misuse that a real driver may let pass.
 
+    It writes its functions into the table of `inner`, which has to be new. What a function raises is raised where the
+    call was made from, as the driver's own error is: a status stands for it on its way.
+
     Attributes:
         calls: those that are any call.
         handles: pieces of memory that exist.
@@ -42,8 +54,11 @@ class FaultyDriver:
         changes: pages that were mapped, and ranges that were unmapped, so far.
     """
 
-    c_interface = None  # every call is to come by here
     calls = CALLS
+    functions: tuple[str, ...] = (*CALLS, "deallocate")
+    """Those that are put into the table."""
+    methods = "error", "current_stream", "new_stream", "memory_info"
+    """Those of the driver that a subclass may replace."""
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
@@ -57,6 +72,23 @@ class FaultyDriver:
         self.changes = 0
         self.ranges: dict[int, int] = {}
         self._faults: list[Fault] = []
+        self._raised: dict[int, BaseException] = {}
+        self._statuses = itertools.count(FIRST_STATUS)
+        self._inner_error = inner.error
+        self._originals: Words = {}
+        self._callbacks: Words = {}
+        for name in self.functions:
+            self._replace(name)
+        for name in self.methods:
+            if any(name in vars(base) for base in type(self).__mro__):
+                setattr(inner, name, _weak(self, name))
+
+    def _replace(self, name: str) -> None:
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])
+        self._originals[name] = kind(int(self.inner.table[name]))
+        answer, original = _weak(self, "_answer"), self._originals[name]
+        self._callbacks[name] = kind(lambda *words: original(*words) if answer.is_gone() else answer(name, *words))
+        self.inner.table[name] = ctypes.cast(self._callbacks[name], ctypes.c_void_p).value  # type: ignore[arg-type]
 
     @property
     def num_pages(self) -> int:
@@ -100,16 +132,107 @@ class FaultyDriver:
             raise error(name, "INJECTED")
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.calls:
-            return getattr(self.inner, name)
-        return lambda *args: self._call(name, *args)
+        return getattr(self.inner, name)
+
+    def _answer(self, name: str, *words: int) -> int:
+        """A C function of the table."""
+        try:
+            return int(getattr(self, f"_c_{name}")(*words) or 0)
+        except BaseException as error:
+            status = next(self._statuses)
+            self._raised[status] = error
+            return status
+
+    def error(self, name: str, status: int, detail: str = "") -> BaseException:
+        """What a status stands for; see `vmmkv.driver.driver.Driver.error`."""
+        raised = self._raised.pop(status, None)
+        return raised.with_traceback(None) if raised else self._inner_error(name, status, detail)
 
     def _call(self, name: str, *args: Any) -> Any:
+        """One call: refused, or made and written down. Subclasses may do more around it."""
         self.meet(name)
         getattr(self, f"_before_{name}", lambda *args: None)(*args)
-        result = getattr(self.inner, name)(*args)
+        result = getattr(self, f"_make_{name}")(*args)
         getattr(self, f"_after_{name}", lambda *args: None)(result, *args)
         return result
+
+    def _pass(self, name: str, *words: int) -> None:
+        """Calls the function that was in the table."""
+        if status := self._originals[name](*words):
+            raise self._inner_error(name, status)
+
+    # What the table has: words become arguments.
+
+    def _c_reserve(self, out: int, nbytes: int, *_: int) -> None:
+        ctypes.c_int64.from_address(out).value = self._call("reserve", nbytes)
+
+    def _c_free(self, address: int, nbytes: int) -> None:
+        self._call("free", address, nbytes)
+
+    def _c_create(self, out: int, nbytes: int, *_: int) -> None:
+        ctypes.c_int64.from_address(out).value = self._call("create", nbytes // self.inner.page_size)
+
+    def _c_release(self, handle: int) -> None:
+        self._call("release", Handle(handle))
+
+    def _c_map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
+        assert (offset, flags) == (0, 0)
+        self._call("map", address, Handle(handle), nbytes // self.inner.page_size)
+
+    def _c_set_access(self, address: int, nbytes: int, access: int, count: int) -> None:
+        assert count == 1
+        self._call("set_access", address, nbytes, access == int(self.inner.table["access"]))
+
+    def _c_unmap(self, address: int, nbytes: int) -> None:
+        self._call("unmap", address, nbytes)
+
+    def _c_fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("fill", address, nbytes, value, stream)
+
+    def _c_copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("copy", destination, source, nbytes, stream)
+
+    def _c_deallocate(self, address: int) -> None:
+        """What waits for all work on the device."""
+        self.meet("synchronize")
+        self._pass("deallocate", address)
+
+    # What is passed on: arguments become words.
+
+    def _make_reserve(self, nbytes: int) -> int:
+        return self._made("reserve", nbytes, self.inner.alignment, 0, 0)
+
+    def _make_free(self, address: int, nbytes: int) -> None:
+        self._pass("free", address, nbytes)
+
+    def _make_create(self, pages: int = 1) -> Handle:
+        return Handle(self._made("create", pages * self.inner.page_size, int(self.inner.table["property"]), 0))
+
+    def _made(self, name: str, *words: int) -> int:
+        out = ctypes.c_int64()
+        self._pass(name, ctypes.addressof(out), *words)
+        return out.value
+
+    def _make_release(self, handle: Handle) -> None:
+        self._pass("release", handle)
+
+    def _make_map(self, address: int, handle: Handle, pages: int = 1) -> None:
+        self._pass("map", address, pages * self.inner.page_size, 0, handle, 0)
+
+    def _make_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        access = int(self.inner.table["access" if writable else "read_access"])
+        self._pass("set_access", address, nbytes, access, 1)
+
+    def _make_unmap(self, address: int, nbytes: int) -> None:
+        self._pass("unmap", address, nbytes)
+
+    def _make_fill(self, address: int, nbytes: int, value: int, stream: int) -> None:
+        self._pass("fill", address, value, nbytes, stream)
+
+    def _make_copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        self._pass("copy", destination, source, nbytes, stream)
+
+    # What is checked, and written down.
 
     def _pages(self, address: int, nbytes: int) -> range:
         assert nbytes > 0
@@ -166,6 +289,17 @@ class FaultyDriver:
 
     def _before_fill(self, address: int, nbytes: int, value: int, stream: object) -> None:
         assert set(self._pages(address, nbytes)) <= self.writable, "filled a page that may not be written"
+
+
+def _weak(owner: object, name: str) -> Any:
+    """A method of an object that does not keep the object; `is_gone` says whether it is."""
+    reference = weakref.ref(owner)
+
+    def method(*args: Any) -> Any:
+        return getattr(reference(), name)(*args)
+
+    method.is_gone = lambda: reference() is None  # type: ignore[attr-defined]
+    return method
 
 
 def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:

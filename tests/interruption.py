@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import vmmkv
+from vmmkv.driver import host
 from vmmkv.memory import monitor
-from vmmkv.driver.limits import mappings
 
 SOURCES = str(Path(vmmkv.__file__).parent)
 MONITOR = str(monitor.__file__)
@@ -69,7 +69,7 @@ def disturbed(
                     action()
         return trace
 
-    mappings.check(1000)  # what else the process has is counted now and then: these lines come before
+    host.check_mappings(1000)  # what else the process has is counted now and then: these lines come before
     before = sys.gettrace()
     gc.disable()  # what it collects is another's, and interrupted there for nothing
     sys.settrace(trace)

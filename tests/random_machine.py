@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from conftest import on_driver
 from interruption import SOURCES, interrupted
 from simulated_device import Event, SimulatedDevice, Stream
 
@@ -251,7 +252,7 @@ class Machine:
         layout, factor = random.choice(list(LAYOUTS.items()))
         nbytes = factor * random.choice([40, 80, 200, 3000]) * self.device.page_size
         self.nbytes = nbytes
-        self.pool = vmmkv.FramePool(max_bytes=nbytes, driver=self.device)
+        self.pool = on_driver(self.device, vmmkv.FramePool, max_bytes=nbytes)
         guarantees = [{}, {}, {"guaranteed": nbytes // 4}, {"guaranteed": nbytes // 2}]
         self.caches = [
             vmmkv.KVCache(

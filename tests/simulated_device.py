@@ -8,25 +8,30 @@ fails then and there.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import pytest
 import torch
 from conftest import small_driver
 from faulty import CALLS, FaultyDriver
 
+from vmmkv.driver.table import NOT_READY
+
 
 class Stream:
-    """Work in order. `device` is what a `torch.cuda.Stream` says it is on."""
+    """Work in order. `device` is what a `torch.cuda.Stream` says it is on, `cuda_stream` its handle."""
 
     device = torch.device("cpu")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.cuda_stream = next(_handles)
         self.queue: deque[Callable[[], bool]] = deque()
         self.submitted = self.done = 0
 
@@ -43,40 +48,27 @@ class Stream:
         return f"<stream {self.name}>"
 
 
+_handles = itertools.count(1000)
+
+
 class NotReady(Exception):  # noqa: N818
     """What a query fails with that says no, whatever there is to say."""
 
 
-class Event(NamedTuple):
-    """A point in a stream's work, of a device that runs it."""
+class Event:
+    """A point in a stream's work, the last that was recorded."""
 
-    simulated: SimulatedDevice
-    stream: Stream
-    position: int
+    stream: Stream | None = None
+    position = 0
 
     def is_past(self) -> bool:
         """Whether the stream has come to it."""
-        return self.stream.done >= self.position
-
-    def query(self) -> bool:
-        try:
-            self.simulated.meet("query")
-        except NotReady:
-            return False
-        return self.is_past()
-
-    def synchronize(self) -> None:
-        self.simulated.meet("wait_for")
-        self.simulated.run_until(self.is_past)
-
-    def wait(self, stream: Stream) -> None:
-        self.simulated.meet("wait")
-        stream.submit(self.is_past)
+        return self.stream is None or self.stream.done >= self.position
 
 
 class SimulatedDevice(FaultyDriver):
     """A driver whose streams run when `run` is called, or when the host waits. All calls can be made to fail: also
-    `record`, `synchronize`, `new_stream`, and an event's `query`, `wait` and (of the host) `wait_for`.
+    `record`, `synchronize`, `new_stream`, `query`, `wait` and (of the host) `wait_for`.
 
     Args:
         random: chooses which stream goes on.
@@ -86,12 +78,16 @@ class SimulatedDevice(FaultyDriver):
     host: ClassVar[dict[int, int]] = {}
     """By address, bytes of host memory that may be used."""
     calls = (*CALLS, "record", "synchronize", "new_stream", "query", "wait", "wait_for")
+    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for", "deallocate")
 
     def __init__(self, random: Random, streams: int = 3) -> None:
         super().__init__(small_driver("cpu"))
         self.random = random
         self.streams = [Stream(chr(ord("a") + index)) for index in range(streams)]
         self.current = self.streams[0]
+        self.events: list[Event] = []
+        self.recorded: list[Stream] = []
+        """Streams of all events, in the order in which they were recorded."""
 
     def memory_info(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
@@ -99,9 +95,39 @@ class SimulatedDevice(FaultyDriver):
     def current_stream(self) -> Stream:
         return self.current
 
-    def record(self, stream: Stream) -> Event:
+    def stream_of(self, handle: int) -> Stream:
+        """The stream that a call was made for."""
+        return next(stream for stream in (self.current, *self.streams) if stream.cuda_stream == handle)
+
+    def _c_make_event(self, out: int, flags: int) -> None:
+        self.events.append(Event())
+        ctypes.c_int64.from_address(out).value = len(self.events)
+
+    def _c_record(self, event: int, handle: int) -> None:
         self.meet("record")
-        return Event(self, stream, stream.submitted)
+        stream, recorded = self.stream_of(handle), self.events[event - 1]
+        recorded.stream, recorded.position = stream, stream.submitted
+        self.recorded.append(stream)
+
+    def _c_query(self, event: int) -> int:
+        try:
+            self.meet("query")
+        except NotReady:
+            return NOT_READY
+        return 0 if self.events[event - 1].is_past() else NOT_READY
+
+    def _c_wait(self, handle: int, event: int, flags: int) -> None:
+        self.meet("wait")
+        waited_for = copy(self.events[event - 1])  # as it is now, also when it is recorded again
+        self.stream_of(handle).submit(waited_for.is_past)
+
+    def _c_wait_for(self, event: int) -> None:
+        self.meet("wait_for")
+        self.run_until(self.events[event - 1].is_past)
+
+    def _c_deallocate(self, address: int) -> None:
+        """What the host calls to wait for the device."""
+        self.synchronize()
 
     def synchronize(self) -> None:
         self.meet("synchronize")
@@ -111,35 +137,32 @@ class SimulatedDevice(FaultyDriver):
         """Does all work, without a call."""
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
-    def fill(self, address: int, nbytes: int, value: int, stream: Stream) -> None:
-        self.meet("fill")
-        self._before_fill(address, nbytes, value, stream)
-        stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
+    def _make_fill(self, address: int, nbytes: int, value: int, handle: int) -> None:
+        work = lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes))  # noqa: E731
+        self.stream_of(handle).submit(work)
 
     def new_stream(self) -> Stream:
         self.meet("new_stream")
         self.streams.append(Stream(f"side {len(self.streams)}"))
         return self.streams[-1]
 
-    def copy(self, destination: int, source: int, nbytes: int, stream: Stream | None = None) -> None:
-        self.meet("copy")
-
+    def _make_copy(self, destination: int, source: int, nbytes: int, handle: int) -> None:
         def copy() -> None:
             self.touch(source, nbytes, lambda: None)
             self.touch(destination, nbytes, lambda: ctypes.memmove(destination, source, nbytes))
 
-        (stream or self.current).submit(copy)
+        self.stream_of(handle).submit(copy)
 
     @contextmanager
     def interrupted_behind_a_copy(self) -> Iterator[None]:
         """Ctrl-C comes as soon as a copy is queued: as the block must let it do."""
 
         def copy(*arguments: int) -> None:
-            SimulatedDevice.copy(self, *arguments)
+            SimulatedDevice._make_copy(self, *arguments)
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self, "copy", copy)
+            patch.setattr(self, "_make_copy", copy)
             with pytest.raises(KeyboardInterrupt):
                 yield
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import on_driver
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -77,7 +78,7 @@ def test_pages_of_samples_are_counted(large: bool) -> None:
     driver = open_driver("cpu", SIZE)
     tokens, samples, new_tokens = random.randint(1, 600), random.randint(2, 5), random.randint(1, 40)
     row = sharing.sampling(driver, SMALL, tokens, samples, new_tokens, large)
-    with KVCache(SMALL, samples, 700, max_bytes="32MiB", driver=driver, large_frames=False) as cache:
+    with on_driver(driver, KVCache, SMALL, samples, 700, max_bytes="32MiB", large_frames=False) as cache:
         separate = [cache.sequence(tokens + new_tokens) for _ in range(samples)]
         assert row["pages_separate"] == cache.stats().pages["used"]
         cache.free(separate)

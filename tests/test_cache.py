@@ -14,7 +14,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import run_python, small_driver, small_layout
+from conftest import on_driver, run_python, small_driver, small_layout
 from faulty import FaultyDriver, has_memory
 from loopback import looped
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -450,7 +450,7 @@ def test_budgets(size, pages: int) -> None:
     """100 tokens take 19 pages in one sequence, and up to a page more for each of three others."""
     driver = small_driver("cpu")
     budget = size if isinstance(size, dict) else {"max_bytes": size}
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, driver=driver, **budget)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, **budget)
     assert cache.stats().budget_bytes == pages * 4096
 
 
@@ -458,7 +458,7 @@ def test_budgets(size, pages: int) -> None:
 def test_a_budget_can_be_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch, share) -> None:
     driver = small_driver("cpu")
     monkeypatch.setattr(driver, "memory_info", lambda: (101 * driver.page_size, 1000 * driver.page_size))
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, driver=driver, max_bytes=share)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=share)
     assert cache.stats().budget_bytes == 50 * driver.page_size
 
 
@@ -481,7 +481,7 @@ def test_impossible_budgets(device: str, budget) -> None:
 def test_max_tokens_fit_however_they_are_spread() -> None:
     driver = small_driver("cpu")
     for lengths in np.random.default_rng().multinomial(150, [0.25] * 4, size=20):
-        cache = vmmkv.KVCache(small_layout(driver, layers_per_range=1), 4, 150, driver=driver, max_tokens=150)
+        cache = on_driver(driver, vmmkv.KVCache, small_layout(driver, layers_per_range=1), 4, 150, max_tokens=150)
         for tokens in lengths.tolist():
             cache.sequence(tokens).extend(0)
         kept = [cache.sequence(tokens) for tokens in lengths.tolist()]
@@ -809,9 +809,7 @@ LAYOUT = vmmkv.KVLayout(1, 1, 8)
         (lambda: vmmkv.KVLayout(1 << 40, 1, 8), vmmkv.LayoutError, "num_layers"),
         (lambda: GrowableTensor((1 << 62,) * 20, device="cpu"), vmmkv.LayoutError, "TiB"),
         (lambda: GrowableTensor((2, 2), "float32", "cpu"), vmmkv.DtypeError, "torch.dtype"),
-        (lambda: GrowableTensor((2, 2), driver=5), vmmkv.ArgumentError, "driver=5"),
         (lambda: vmmkv.KVLayout(1, 1, None), vmmkv.LayoutError, "head_dim=None"),
-        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, driver=5), vmmkv.ArgumentError, "driver=5"),
         (lambda: vmmkv.KVCache(None, 2, 8, device="cpu"), vmmkv.ArgumentError, "layout=None"),
         (lambda: vmmkv.KVCache(LAYOUT, "2", 8, device="cpu"), vmmkv.LayoutError, "max_sequences='2'"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, None, device="cpu"), vmmkv.LayoutError, "max_seq_len=None"),
@@ -840,11 +838,11 @@ def test_more_addresses_than_there_are(device: str) -> None:
 
 FORK = """
     import gc, os, sys, torch, vmmkv, warnings
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
     driver = small_driver(sys.argv[1])
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
-    pool = vmmkv.FramePool(30 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=30 * driver.page_size)
+    pool = on_driver(driver, vmmkv.FramePool, 30 * driver.page_size)
     other = vmmkv.KVCache(small_layout(driver), 4, 100, pool=pool)
     sequence = cache.sequence(5)
     sequence.k(0).fill_(3)
@@ -921,11 +919,11 @@ def test_a_row_that_grows_keeps_what_it_needs_when_another_takes_its_tail(make_c
 
 WRITES_TO_WHAT_IS_SHARED = """
     import sys
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     import vmmkv
 
     driver = small_driver(sys.argv[1])
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=40 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=40 * driver.page_size)
     parent = cache.sequence(20)  # 3.75 pages
     fork = parent.fork()
     parent.k(0).fill_(1)

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import small_driver, some, soon
+from conftest import on_driver, small_driver, some, soon
 from faulty import FaultyDriver
 from interruption import interrupted
 from router import Router
@@ -217,7 +217,7 @@ def test_what_a_cache_tells() -> None:
 
 def test_a_neighbour_on_the_pool_evicts_and_that_is_told() -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 40 * driver.page_size)
     logs = EventLog(8), EventLog(8)
     first, second = (vmmkv.KVCache(LAYOUT, 4, 320, pool=pool, large_frames=False, event_log=log) for log in logs)
     with first.sequence(token_ids=[1] * 80) as sequence:

@@ -14,11 +14,11 @@ from faulty import FaultyDriver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmmkv.errors import DriverError
 from vmmkv.driver.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, LoopedCalls
-from vmmkv.memory.compiled_calls import CompiledCalls
 from vmmkv.driver.driver import Handle
 from vmmkv.driver.meter import Meter
+from vmmkv.errors import DriverError
+from vmmkv.memory.compiled_calls import CompiledCalls
 
 ARGUMENTS = {"create": 4, "release": 1, "map": 5, "set_access": 4, "unmap": 2}
 WRITABLE, READABLE = 1001, 1002

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import soon
+from conftest import on_driver, soon
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
@@ -36,6 +36,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
+from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import batching, row_attention, row_groups
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching.attention import attend_rows
@@ -53,7 +54,6 @@ from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import RankedRequests, Ranks
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.integrations.scaled_states import ScaledStates
-from vmmkv.driver.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -264,7 +264,7 @@ def test_a_driver_that_gives_less_than_the_limit_allows(model: PreTrainedModel) 
     """As where others have taken the device's memory: what it has given is shared out."""
     driver, expected = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, Random(), 9, most=60)
     driver.fail("create", skip=20, out_of_memory=True, lasting=True)
-    rows.enable(model, pool=vmmkv.FramePool(400 * PAGE_SIZE, driver=driver), max_seq_len=100)
+    rows.enable(model, pool=on_driver(driver, vmmkv.FramePool, 400 * PAGE_SIZE), max_seq_len=100)
     with Served(model, cpu_offload_space=0.0, safety_margin=0.0) as served:
         served.check(expected)
 
@@ -272,7 +272,7 @@ def test_a_driver_that_gives_less_than_the_limit_allows(model: PreTrainedModel) 
 def test_who_waits_begins_when_the_driver_gives_again(model: PreTrainedModel) -> None:
     """Though the limit allows no more than when it gave nothing, and no request ends."""
     driver, (expected,) = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, Random(), 1)
-    own = vmmkv.FramePool(400 * PAGE_SIZE, driver=driver)
+    own = on_driver(driver, vmmkv.FramePool, 400 * PAGE_SIZE)
     rows.enable(model, pool=own, max_seq_len=100)
     with vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 1, 100, pool=own) as other, other.sequence(10):
         driver.fail("create", out_of_memory=True, lasting=True)

@@ -21,9 +21,9 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 import vmmkv
+from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.row_groups import Probe
-from vmmkv.driver.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

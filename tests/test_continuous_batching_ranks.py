@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import soon
+from conftest import on_driver, soon
 from faulty import FaultyDriver
 from pair import together
 from test_continuous_batching import PAGE_SIZE, Served, answers
@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import vmmkv
+from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.row_ranks import Ranks
-from vmmkv.driver.driver import open_driver
 
 HANG = 240.0
 """Seconds after which a process that is not done says where it is, and ends."""
@@ -63,7 +63,7 @@ class Half:
     @contextmanager
     def serve(self, pages: int, driver: FaultyDriver | None = None, **options: Any) -> Iterator[Served]:
         """Requests on so many pages, on which nothing is left in the end."""
-        pool = vmmkv.FramePool(pages * PAGE_SIZE, driver=driver or open_driver("cpu", PAGE_SIZE))
+        pool = on_driver(driver or open_driver("cpu", PAGE_SIZE), vmmkv.FramePool, pages * PAGE_SIZE)
         rows.enable(self.model, pool=pool, max_seq_len=100)
         self.had_more = 0
         with self.watched(), Served(self.model, safety_margin=0.0, **options) as served:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python, small_driver, soon
+from conftest import on_driver, run_python, small_driver, soon
 from faulty import FaultyDriver
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -252,7 +252,7 @@ def test_nothing_else_changes() -> None:
     print(f"{seed=}")
     chance = random.Random(seed)
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(30 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 30 * driver.page_size)
     cache = vmmkv.KVCache(layout(), 4, 80, pool=pool, lookahead=chance.choice([0, 12]), overread=3)
     live: dict[vmmkv.Sequence, float] = {}
     written: dict[vmmkv.Sequence, int] = {}

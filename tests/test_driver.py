@@ -15,10 +15,11 @@ import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
-from interruption import disturbed
 
+from vmmkv.driver import host, limits
+from vmmkv.driver.driver import Driver, open_driver
+from vmmkv.driver.fence import Fence
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError, VmmkvError
-from vmmkv.driver.driver import Driver, limits, open_driver
 from vmmkv.tensors import export_range
 
 NUM_PAGES = 4
@@ -116,9 +117,9 @@ def test_fill_and_copy(driver: Driver, address: int) -> None:
 
 
 def test_an_event_passes_when_the_work_before_it_is_done(driver: Driver) -> None:
-    event = driver.record(driver.current_stream())
-    event.synchronize()
-    assert event.query()
+    fence = Fence.after(driver, [driver.current_stream()])
+    fence.wait()
+    assert fence.passed()
 
 
 def test_memory_info(driver: Driver) -> None:
@@ -176,7 +177,7 @@ def test_a_gpu_that_is_not_there() -> None:
 
 STRAY_ACCESS = """
     import resource, sys, torch
-    from conftest import small_driver
+    from conftest import on_driver, small_driver
     from vmmkv.tensors import export_range
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     device, what = sys.argv[1:]
@@ -251,9 +252,9 @@ CLOSED_AT_EXIT = """
 
     atexit.register(last)
     import vmmkv
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     driver = small_driver("cpu")
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=30 * driver.page_size)
     sequence = cache.sequence(5)
 """
 
@@ -265,7 +266,7 @@ def test_a_cache_that_is_closed_at_the_very_end_leaves_other_files_alone() -> No
 
 FORKED = """
     import os, resource, warnings
-    from conftest import small_driver
+    from conftest import on_driver, small_driver
     from vmmkv.tensors import export_range
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -299,7 +300,7 @@ def test_a_forked_child_faults_on_its_parents_pages() -> None:
 
 FORKED_DRIVER = """
     import os, sys, vmmkv, warnings
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
     driver = small_driver(sys.argv[1])
     address, handle = driver.reserve(driver.page_size), driver.create()
@@ -309,7 +310,7 @@ FORKED_DRIVER = """
             driver.create,
             lambda: driver.map(address, handle),
             lambda: driver.release(handle),
-            lambda: vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=9 * driver.page_size, driver=driver),
+            lambda: on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=9 * driver.page_size),
         ):
             try:
                 operation()
@@ -337,32 +338,16 @@ def most_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     """With a limit that is 3,000 mappings away: how many there may be before drivers add no more."""
     gc.collect()  # what other tests have left
     limit = mappings() + 3000
-    monkeypatch.setattr(limits, "MAX_MAPPINGS", tmp_path / "max_map_count")
-    limits.MAX_MAPPINGS.write_text(str(limit))
-    monkeypatch.setattr(limits.mappings, "_allowed", 0)
-    return limit - int(limit * limits.SPARE)
-
-
-def test_addresses_may_be_another_threads_as_soon_as_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, own = small_driver("cpu"), limits.mappings.own
-    address, nbytes = driver.reserve(4 * driver.page_size), 4 * driver.page_size
-    munmap = driver._libc.munmap
-
-    def and_reserve(*arguments: int) -> int:
-        result = munmap(*arguments)
-        limits.mappings.add_range(address, nbytes)  # as another thread's `reserve` does
-        return result
-
-    monkeypatch.setattr(driver._libc, "munmap", and_reserve)
-    driver.free(address, nbytes)
-    assert limits.mappings.own == own + 1
-    limits.mappings.remove_range(address)
+    monkeypatch.setattr(host, "MAX_MAPPINGS", tmp_path / "max_map_count")
+    host.MAX_MAPPINGS.write_text(str(limit))
+    host.mapped["allowed"] = 0
+    return limit - int(limit * host.SPARE)
 
 
 @pytest.mark.parametrize(("pages", "step"), [(1, 2), (1, 1), (3000, 1)])
 def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: int, step: int) -> None:
     """Pages apart; side by side; and side by side in the file as well, which Linux takes for one until it is cut."""
-    driver, own = small_driver("cpu"), limits.mappings.own
+    driver, own = small_driver("cpu"), int(host.mapped["mappings"])
     size = driver.page_size
     strangers = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(500)]
     handles = [driver.create() for _ in range(pages)]
@@ -389,37 +374,9 @@ def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: in
     driver.free(address, 6000 * size)
     for handle in handles:
         driver.release(handle)
-    assert limits.mappings.own == own
+    assert int(host.mapped["mappings"]) == own
     small_driver("cpu").reserve(size)
     assert strangers
-
-
-@pytest.mark.parametrize("call", ["map", "unmap"])
-def test_mappings_are_counted_right_when_a_handler_gives_others_back(call: str) -> None:
-    def check(line: int) -> int | None:
-        driver, other, own = small_driver("cpu"), small_driver("cpu"), limits.mappings.own
-        size = driver.page_size
-        here, there = driver.reserve(8 * size), other.reserve(8 * size)
-        handle = driver.create()
-        put(other, there + 4 * size)
-        if call == "unmap":
-            driver.map(here, handle)
-
-        def handle_signal() -> None:
-            other.unmap(there, 8 * size)
-            other.free(there, 8 * size)
-
-        operation = (lambda: driver.map(here, handle)) if call == "map" else (lambda: driver.unmap(here, size))
-        lines = disturbed(operation, line, handle_signal)
-        if lines:
-            handle_signal()
-        driver.unmap(here, 8 * size)
-        driver.free(here, 8 * size)
-        assert limits.mappings.own == own
-        return lines
-
-    for line in range(1, check(10**9) + 1):
-        assert check(line) is None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import each_with_few, some
+from conftest import each_with_few, on_driver, some
 from faulty import has_memory
 from simulated_device import NotReady, SimulatedDevice, Stream
 from test_interruption import EVERYTHING
@@ -88,7 +88,7 @@ class World:
         self.page = page = device.page_size
         self.alice, bob = chance.choice([("alice", "bob"), (None, None)])
         options = {"overread": chance.choice([0, 9])} | POLICIES[policy]
-        self.pool = vmmkv.FramePool(chance.choice([58, 70]) * page, driver=device)
+        self.pool = on_driver(device, vmmkv.FramePool, chance.choice([58, 70]) * page)
         self.cache = vmmkv.KVCache(LAYOUT, chance.choice([10, 11]), 100, pool=self.pool, **options)
         self.other = vmmkv.KVCache(WIDE, 4, 40, pool=self.pool, guaranteed=6 * page)
         self.tensor = GrowableTensor((100, page // 2), torch.uint8, max_bytes=20 * page, pool=self.pool)

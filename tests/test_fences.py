@@ -2,51 +2,72 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
 import torch
-from conftest import small_driver
-from faulty import FaultyDriver
+from conftest import on_driver, small_driver
+from faulty import CALLS, FaultyDriver
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.driver.driver import Event
 from vmmkv.driver.fence import Fence
+from vmmkv.driver.table import NOT_READY
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
 
 
+class FakeStream:
+    device = torch.device("cpu")
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.cuda_stream = name, number
+
+
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
         self.done = False
         self.waited = False
-
-    def query(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.done = self.waited = True
-
-    def wait(self, stream: str) -> None:
-        pass
 
 
 class StreamedDriver(FaultyDriver):
     """A host driver that pretends to have streams: work on them ends when the test says so."""
 
+    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for")
     stream = "main"
 
     def __init__(self) -> None:
         super().__init__(small_driver("cpu"))
         self.events: list[tuple[str, FakeEvent]] = []
+        """In the order in which they were recorded."""
+        self.latest: dict[int, FakeEvent] = {}
+        """By the driver's event: as it was recorded last."""
+        self.by_name: dict[str, FakeStream] = {}
 
-    def current_stream(self) -> str:
-        return self.stream
+    def __getitem__(self, name: str) -> FakeStream:
+        return self.by_name.setdefault(name, FakeStream(name, 100 + len(self.by_name)))
 
-    def record(self, stream: str) -> Event:
-        self.events.append((stream, FakeEvent()))
-        return self.events[-1][1]
+    def current_stream(self) -> FakeStream:
+        return self[self.stream]
+
+    def _c_make_event(self, out: int, flags: int) -> None:
+        ctypes.c_int64.from_address(out).value = len(self.latest) + 1
+        self.latest[len(self.latest) + 1] = FakeEvent("")
+
+    def _c_record(self, event: int, handle: int) -> None:
+        name = next(stream.name for stream in self.by_name.values() if stream.cuda_stream == handle)
+        self.latest[event] = FakeEvent(name)
+        self.events.append((name, self.latest[event]))
+
+    def _c_query(self, event: int) -> int:
+        return 0 if self.latest[event].done else NOT_READY
+
+    def _c_wait(self, handle: int, event: int, flags: int) -> None: ...
+
+    def _c_wait_for(self, event: int) -> None:
+        self.latest[event].done = self.latest[event].waited = True
 
     def finish(self) -> None:
         for _, event in self.events:
@@ -95,7 +116,7 @@ def test_a_failed_memset_leaves_no_page_unmapped_under_another(driver, make_cach
 
 
 def test_a_fence_passes_when_all_its_events_have(driver) -> None:
-    fence = Fence.after(driver, ["a", "b"]) | Fence.after(driver, ["c"])
+    fence = Fence.after(driver, [driver["a"], driver["b"]]) | Fence.after(driver, [driver["c"]])
     for _, event in driver.events:
         assert not fence.passed()
         event.done = True
@@ -104,11 +125,11 @@ def test_a_fence_passes_when_all_its_events_have(driver) -> None:
 
 
 def test_work_on_the_fences_own_stream_is_in_order(driver) -> None:
-    fence = Fence.after(driver, ["a", "b"])
-    assert not fence.passed_for("a")
+    fence = Fence.after(driver, [driver["a"], driver["b"]])
+    assert not fence.passed_for(driver["a"])
     driver.events[1][1].done = True
-    assert fence.passed_for("a")
-    assert not fence.passed_for("b")
+    assert fence.passed_for(driver["a"])
+    assert not fence.passed_for(driver["b"])
 
 
 def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> None:
@@ -158,7 +179,7 @@ def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) ->
     cache = make_cache(driver=driver)
     driver.stream = "first"
     sequence = cache.sequence(5)
-    cache._rows.table.streams[sequence.row].add("recorded")
+    cache._rows.table.streams[sequence.row].add(driver["recorded"])
     driver.stream = "last"
     sequence.free()
     assert {stream for stream, _ in driver.events} == {"first", "recorded", "last"}
@@ -199,7 +220,7 @@ def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then
     cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
     driver.stream = "first"
     sequence, other = cache.sequence({"extend": 20, "reuse": 1}.get(then, 100)), cache.sequence(1)
-    cache._rows.table.streams[sequence.row].add("recorded")
+    cache._rows.table.streams[sequence.row].add(driver["recorded"])
     driver.stream = "last"
     driver.read("first", "recorded", "last")
     if then == "extend":
@@ -542,7 +563,7 @@ def test_a_stream_that_another_thread_captures_is_not_asked(gpu_cache, device: s
 @pytest.mark.parametrize("device", ["cuda"])
 def test_a_cache_collected_in_a_capture_is_freed_later(gpu_cache, device: str) -> None:
     driver = FaultyDriver(small_driver("cuda"))
-    cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 1, 64, max_bytes="4MiB", driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, vmmkv.KVLayout(1, 1, 64), 1, 64, max_bytes="4MiB")
     cache.sequence(5)
     graph, value = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):

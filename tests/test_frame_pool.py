@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ WIDE = vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2)
 
 def make_pool(pages: int) -> tuple[vmmkv.FramePool, FaultyDriver]:
     driver = FaultyDriver(small_driver("cpu"))
-    return vmmkv.FramePool(pages * driver.page_size, driver=driver), driver
+    return on_driver(driver, vmmkv.FramePool, pages * driver.page_size), driver
 
 
 def pages_of(cache: vmmkv.KVCache) -> int:

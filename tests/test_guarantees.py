@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ class House:
         self.device = SimulatedDevice(self.chance)
         self.limit = self.chance.randint(24, 40)
         size = self.device.page_size
-        self.pool = vmmkv.FramePool(self.limit * size, driver=self.device)
+        self.pool = on_driver(self.device, vmmkv.FramePool, self.limit * size)
         self.pool.mapper = Rested(self.pool)
         self.book: list[Entry] = []
         self.caches: list[vmmkv.KVCache] = []
@@ -207,7 +207,7 @@ def test_what_an_owner_does_not_use_keeps_prefixes_of_others() -> None:
     """Until the owner needs it: then they go, and what is live stays, as do prefixes within one's own guarantee."""
     driver = small_driver("cpu")
     size = driver.page_size
-    pool = vmmkv.FramePool(24 * size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 24 * size)
     owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=20 * size, large_frames=False)
     borrower = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, large_frames=False)
     prompts = [np.arange(4 * TOKENS) + 1000 * number for number in range(6)]
@@ -232,7 +232,7 @@ def test_what_an_owner_does_not_use_keeps_prefixes_of_others() -> None:
 def test_nothing_is_lent_to_live_tokens(how: str) -> None:
     """However they would come to lie on the owner's pages: 8 of 20, where 10 of the others are taken."""
     driver = small_driver("cpu")
-    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 20 * driver.page_size)
     owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=8 * driver.page_size)
     borrower = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, large_frames=False)
     ids = np.arange(6 * TOKENS + 3)  # the last of which lie in the row's own page
@@ -259,7 +259,7 @@ def test_nothing_is_lent_to_live_tokens(how: str) -> None:
 def lent() -> tuple[vmmkv.KVCache, vmmkv.KVCache]:
     """An owner of 8 pages of 20, who has none of them, and a borrower."""
     driver = small_driver("cpu")
-    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 20 * driver.page_size)
     options = {"pool": pool, "lookahead": 0, "large_frames": False}
     owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **options)  # type: ignore[arg-type]
     return owner, vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, **options)  # type: ignore[arg-type]
@@ -299,7 +299,7 @@ def test_a_refused_start_with_a_hit_keeps_its_row() -> None:
 def test_a_row_whose_beginning_cannot_be_had_is_not_found_with_what_it_has_lost(failing: bool) -> None:
     """Behind what a sequence would begin with pages go first, which the owner is guaranteed; then it is refused."""
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(10 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 10 * driver.page_size)
     owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=6 * driver.page_size)
     borrower = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, lookahead=0, large_frames=False)
     ids, states = np.arange(3 * TOKENS + 1), torch.randn(3 * TOKENS + 1, 2, 16)
@@ -340,7 +340,7 @@ def test_a_reordering_that_would_take_what_is_guaranteed_changes_nothing() -> No
 def test_the_page_behind_all_tails_is_nobody_elses(guaranteed: int) -> None:
     """A cache that has one takes it from what nobody uses, not from what another is guaranteed."""
     driver = small_driver("cpu")
-    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 20 * driver.page_size)
     owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=guaranteed * driver.page_size)
     if guaranteed == 20:
         with pytest.raises(OutOfPagesError):
@@ -355,7 +355,7 @@ def test_the_page_behind_all_tails_is_nobody_elses(guaranteed: int) -> None:
 def test_the_rest_of_a_large_frame_in_which_no_token_is_left_is_not_lent() -> None:
     """Where the next token needs no new page, the whole frame is used again."""
     limit, frame = 3 * LARGE, LARGE * TOKENS
-    pool = vmmkv.FramePool(limit * 4096, driver=small_driver("cpu"))
+    pool = on_driver(small_driver("cpu"), vmmkv.FramePool, limit * 4096)
     owner = vmmkv.KVCache(LAYOUT, 2, 4 * frame, pool=pool, guaranteed=LARGE * 4096)
     holder = vmmkv.KVCache(LAYOUT, 1, 4 * frame, pool=pool, large_frames=True)
     other = vmmkv.KVCache(LAYOUT, 2, 4 * frame, pool=pool, large_frames=False)
@@ -387,7 +387,7 @@ def test_what_is_guaranteed_need_not_be_whole_large_frames() -> None:
     layout = vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1)  # 16 tokens in a page, of each range
     for _ in range(3 * ROUNDS):
         pages = random.randint(LARGE // 2 + 1, LARGE - 1)
-        pool = vmmkv.FramePool(5 * LARGE * driver.page_size, driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, 5 * LARGE * driver.page_size)
         owner = vmmkv.KVCache(layout, 3, 2 * LARGE * 16, pool=pool, guaranteed=2 * pages * driver.page_size)
         other = vmmkv.KVCache(LAYOUT, 2, 5 * LARGE * TOKENS, pool=pool, large_frames=False)
         owner.sequence(LARGE * 16).free()
@@ -408,7 +408,7 @@ def test_what_is_guaranteed_need_not_be_whole_large_frames() -> None:
 def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
     """Also of a row whose front was dropped, and whose pages were counted by how it may grow."""
     driver = small_driver("cpu")
-    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 20 * driver.page_size)
     with vmmkv.KVCache(LAYOUT, 1, MAX_SEQ_LEN, pool=pool, large_frames=False) as before:
         before.sequence(20 * TOKENS)  # so that there are free pages, and nobody needs the front
     owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, pool=pool, guaranteed=8 * driver.page_size)
@@ -430,7 +430,7 @@ def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
 def beside_guarantees(options: dict[str, bool]) -> tuple[vmmkv.KVCache, vmmkv.KVCache]:
     """A cache that may suspend, and one on its pool that is guaranteed half of the pages, 16 that hold tokens."""
     driver = small_driver("cpu")
-    pool = vmmkv.FramePool((16 + options.get("zero_tail", False)) * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, (16 + options.get("zero_tail", False)) * driver.page_size)
     common = {"pool": pool, "lookahead": 0, "large_frames": False}
     mine = vmmkv.KVCache(LAYOUT, 3, MAX_SEQ_LEN, host_bytes="1MiB", **common, **options)  # type: ignore[arg-type]
     owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **common)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from random_machine import Late
@@ -26,7 +26,9 @@ def make(
 ) -> tuple[vmmkv.KVCache, FaultyDriver]:
     driver = driver or FaultyDriver(small_driver("cpu"))
     options = {"host_bytes": "1GiB", **options}
-    return vmmkv.KVCache(LAYOUTS[layout], 5, 200, max_bytes=pages * driver.page_size, driver=driver, **options), driver
+    return on_driver(
+        driver, vmmkv.KVCache, LAYOUTS[layout], 5, 200, max_bytes=pages * driver.page_size, **options
+    ), driver
 
 
 def states(sequence: vmmkv.Sequence) -> list[torch.Tensor]:
@@ -158,7 +160,7 @@ def test_what_comes_back_comes_behind_what_went() -> None:
     device = SimulatedDevice(Random())
     own, suspending, resuming = device.streams
     device.current = own
-    cache = vmmkv.KVCache(LAYOUTS["one range"], 1, 60, max_bytes=40_000, driver=device, host_bytes="1MiB")
+    cache = on_driver(device, vmmkv.KVCache, LAYOUTS["one range"], 1, 60, max_bytes=40_000, host_bytes="1MiB")
     sequence = cache.sequence(20)
     gone, back = [], []
     device.current = suspending

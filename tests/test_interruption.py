@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import small_driver, some
+from conftest import on_driver, small_driver, some
 from faulty import FaultyDriver, has_memory
 from interruption import MONITOR, SOURCES, Interruption, disturbed, interrupt, interrupted, interrupted_after
 
@@ -469,7 +469,7 @@ def test_an_opening_that_was_interrupted_leaves_no_account(name: str) -> None:
         line += Random().randint(1, 12)  # not at all of them, and at others in each run
         driver = FaultyDriver(small_driver("cpu"))
         driver.unmaps_anything = True
-        pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, 20 * driver.page_size)
         other = vmmkv.KVCache(SMALL, 2, 60, pool=pool)
         tables = len(pool.tables)
         other.sequence(20).free()
@@ -499,7 +499,7 @@ def small_tensor(device: str) -> tuple[FaultyDriver, GrowableTensor]:
     driver = FaultyDriver(small_driver(device))
     driver.unmaps_anything = True
     width = driver.page_size // 2
-    tensor = GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
+    tensor = on_driver(driver, GrowableTensor, (64, width), torch.uint8, max_bytes=40 * driver.page_size)
     tensor.resize(7)
     tensor.resize(3)
     tensor.tensor.fill_(7)

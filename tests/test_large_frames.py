@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from simulated_device import SimulatedDevice
 
@@ -21,7 +21,7 @@ TOKENS = 8
 
 def make(pages: int = 100, **options: object) -> tuple[vmmkv.KVCache, FaultyDriver]:
     driver = FaultyDriver(small_driver("cpu"))
-    cache = vmmkv.KVCache(LAYOUT, 40, 100 * TOKENS, max_bytes=pages * driver.page_size, driver=driver, **options)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 40, 100 * TOKENS, max_bytes=pages * driver.page_size, **options)
     return cache, driver
 
 
@@ -51,7 +51,7 @@ def test_a_prompt_takes_as_many_pages_as_without() -> None:
 )
 def test_there_are_none_where_promises_are_to_the_page(options: dict[str, object]) -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    cache = vmmkv.KVCache(LAYOUT, 40, 800, driver=driver, **{"max_bytes": 200 * driver.page_size} | options)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 40, 800, **{"max_bytes": 200 * driver.page_size} | options)
     cache.sequence(400)
     assert frames(driver)[0] == 0
 
@@ -82,7 +82,7 @@ def test_who_is_truncated_into_one_keeps_it_until_it_grows_or_ends() -> None:
 
 def test_what_is_dropped_inside_of_one_is_not_zeroed_before_it_was_read() -> None:
     device = SimulatedDevice(random.Random())
-    cache = vmmkv.KVCache(LAYOUT, 1, 999, max_bytes=3 * LARGE * device.page_size, driver=device, scrub=True)
+    cache = on_driver(device, vmmkv.KVCache, LAYOUT, 1, 999, max_bytes=3 * LARGE * device.page_size, scrub=True)
     sequence = cache.sequence(LARGE * TOKENS)
     device.finish()
     last = sequence.k(0)[-1]

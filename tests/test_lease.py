@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from c_driver import CDriver, Functions
-from conftest import run_python, small_driver
+from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def compiled() -> tuple[CDriver, Functions]:
     c_driver = CDriver()
-    return c_driver, Functions(c_driver.words, PAGE, 0)
+    return c_driver, Functions(c_driver, 0)
 
 
 class Device:
@@ -55,7 +55,7 @@ class Device:
         self.c_driver.handles, self.c_driver.released = {}, set()
         for name in ("budget", "physical", "segments"):
             self.functions.books[name] = 0
-        self.pool = vmmkv.FramePool(pages * PAGE, driver=self.driver)
+        self.pool = on_driver(self.driver, vmmkv.FramePool, pages * PAGE)
         self.segments: dict[int, int] = {}
 
     def lease(self, limit: int, guaranteed: int = 0) -> Lease:
@@ -232,7 +232,7 @@ def test_what_is_still_on_its_way_back_is_not_leased(compiled, monkeypatch: pyte
 def test_a_lease_takes_nothing_from_another(compiled) -> None:
     """Whose block may run, and need it at any moment."""
     device = Device(compiled, 20)
-    first, second = device.lease(15), Lease(device.pool, Functions(device.c_driver.words, PAGE, 0).allocator, 15, 0)
+    first, second = device.lease(15), Lease(device.pool, Functions(device.c_driver, 0).allocator, 15, 0)
     second.open()
     first.grow()
     second.grow()

@@ -13,7 +13,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from conftest import run_python, small_driver, soon
+from conftest import on_driver, run_python, small_driver, soon
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ def make(pages: int = 60, **options: object) -> tuple[vmmkv.KVCache, BusyDriver,
     """A cache whose mapper works only when it is told to."""
     driver = BusyDriver(small_driver("cpu"))
     options = {"lookahead": LOOKAHEAD, **options}
-    cache = vmmkv.KVCache(LAYOUT, 6, 100, max_bytes=pages * driver.page_size, driver=driver, **options)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 6, 100, max_bytes=pages * driver.page_size, **options)
     mapper = cache.pool.mapper
     assert isinstance(mapper, Mapper)
     mapper.ring = lambda: None  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def test_it_is_woken_before_the_next_step(in_place: bool, tokens: int, lookahead
     """Also with a short lookahead, or few tokens in a page and memory for no more than the next one, or long steps."""
     driver = FaultyDriver(small_driver("cpu"))
     layout = vmmkv.KVLayout(2, 2, 16 * PAGE_TOKENS // tokens, torch.float32)
-    cache = vmmkv.KVCache(layout, 3, 100, max_bytes=pages * driver.page_size, driver=driver, lookahead=lookahead)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 3, 100, max_bytes=pages * driver.page_size, lookahead=lookahead)
     mapper = cache.pool.mapper
     assert mapper
     mapper.ring = lambda: None  # type: ignore[method-assign]
@@ -148,8 +148,8 @@ def test_prompts_that_are_announced_together_take_few_changes() -> None:
     """Of an empty pool, in which frames of both sizes have to be made first: who serves shares the interpreter."""
     driver = FaultyDriver(small_driver("cpu"))
     expected = [random.randint(1, 60 * PAGE_TOKENS) for _ in range(20)]
-    cache = vmmkv.KVCache(
-        LAYOUT, 20, 64 * PAGE_TOKENS, max_bytes=2000 * driver.page_size, driver=driver, lookahead=LOOKAHEAD
+    cache = on_driver(
+        driver, vmmkv.KVCache, LAYOUT, 20, 64 * PAGE_TOKENS, max_bytes=2000 * driver.page_size, lookahead=LOOKAHEAD
     )
     mapper = cache.pool.mapper
     assert isinstance(mapper, Mapper)
@@ -298,7 +298,7 @@ def test_whatever_happens_while_it_is_at_work(seed: int, faults: bool) -> None:
 def test_what_fails_in_it_fails_for_those_who_need_it() -> None:
     """In its thread: those who grow inside their pages never hear of it, others are told by their own call."""
     driver = FaultyDriver(small_driver("cpu"))
-    cache = vmmkv.KVCache(LAYOUT, 6, 100, max_bytes=60 * driver.page_size, driver=driver, lookahead=LOOKAHEAD)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 6, 100, max_bytes=60 * driver.page_size, lookahead=LOOKAHEAD)
     mapper = cache.pool.mapper
     assert isinstance(mapper, Mapper)
     for call in ("create", "map", "set_access"):
@@ -433,7 +433,7 @@ def test_it_ends_with_its_pool_and_with_the_interpreter() -> None:
 BUSY = """
     import gc, os, signal, sys, threading, time
     import vmmkv
-    from conftest import small_driver
+    from conftest import on_driver, small_driver
     from faulty import FaultyDriver
     signal.alarm(60)
 
@@ -448,7 +448,7 @@ BUSY = """
     def make():
         driver = SlowDriver(small_driver("cpu"))
         layout = vmmkv.KVLayout(1, 1, 64)
-        cache = vmmkv.KVCache(layout, 4, 4096, max_bytes="4MiB", driver=driver, lookahead=1000)
+        cache = on_driver(driver, vmmkv.KVCache, layout, 4, 4096, max_bytes="4MiB", lookahead=1000)
         cache.kept = cache.sequence(3)
         busy.wait()
         return cache, driver
@@ -514,7 +514,7 @@ def test_no_lookahead_no_thread() -> None:
 def test_overread(overread: int, growths: list[int]) -> None:
     """So many tokens behind a length are mapped, also at a row's end and after a truncation."""
     driver = FaultyDriver(small_driver("cpu"))
-    cache = vmmkv.KVCache(LAYOUT, 2, 60, max_bytes=40 * driver.page_size, driver=driver, overread=overread)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 2, 60, max_bytes=40 * driver.page_size, overread=overread)
     sequence, record = cache.sequence(), LAYOUT.record_bytes[0]
     base = cache.kv(0)[0][sequence.row].data_ptr()
     for growth in growths:

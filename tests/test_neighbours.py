@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 import torch
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
 from vmmkv.driver.driver import Driver, Handle
 from vmmkv.driver.host import HostDriver
+from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
 from vmmkv.memory.neighbours import asking, give_back
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
@@ -49,7 +49,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 def make(driver: Driver | None = None) -> vmmkv.KVCache:
     driver = driver or small_driver("cpu")
-    return vmmkv.KVCache(LAYOUT, 8, 160, max_bytes=CAPACITY * driver.page_size, driver=driver)
+    return on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 160, max_bytes=CAPACITY * driver.page_size)
 
 
 def physical(cache: vmmkv.KVCache) -> int:
@@ -136,7 +136,7 @@ def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(
     """As by a signal handler that grows another cache while the driver is called: it would wait for itself."""
     monkeypatch.setattr(HostDriver, "c_interface", None, raising=False)
     inner, drivers, refusals = getattr(HostDriver, call), [small_driver("cpu") for _ in range(2)], []
-    caches = [vmmkv.KVCache(LAYOUT, 8, 160, max_bytes=1 << 20, driver=each, lookahead=0) for each in drivers]
+    caches = [on_driver(each, vmmkv.KVCache, LAYOUT, 8, 160, max_bytes=1 << 20, lookahead=0) for each in drivers]
 
     def interrupted(driver: Driver, *args: object) -> object:
         if driver is drivers[1] and not refusals:

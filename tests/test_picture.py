@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT, small_driver
+from conftest import ROOT, on_driver, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
@@ -288,7 +288,7 @@ def test_what_is_filled_is_tokens(make_cache: Callable[..., vmmkv.KVCache]) -> N
 def test_pictures_of_large_caches_are_bounded() -> None:
     driver = small_driver("cpu")
     layout = vmmkv.KVLayout(num_layers=1, num_kv_heads=1, head_dim=driver.page_size // 4)  # a token a page
-    cache = vmmkv.KVCache(layout, 64, 20_000, max_bytes="32MiB", driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 64, 20_000, max_bytes="32MiB")
     sequences = [cache.sequence(tokens) for tokens in (5000, *[30] * 63)]
     owners = cache.page_map()
     drawn = dict(drawn_pages(cache._repr_html_(), "physical"))
@@ -305,7 +305,7 @@ def test_a_pool_draws_what_each_account_has() -> None:
     """Against what caches and tensor say of themselves."""
     driver = small_driver("cpu")
     size, limit = driver.page_size, 100
-    pool = vmmkv.FramePool(limit * size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, limit * size)
     layout = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page
     caches = [
         vmmkv.KVCache(layout, 4, 200, pool=pool, guaranteed=10 * size, large_frames=False),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, small_driver, some
+from conftest import ROUNDS, on_driver, small_driver, some
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 from test_driver import limited
@@ -44,8 +44,8 @@ class World:
     ) -> None:
         self.random = random
         self.driver = driver or FaultyDriver(small_driver("cpu"))
-        self.cache = vmmkv.KVCache(
-            layout, rows, max_seq_len, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
+        self.cache = on_driver(
+            self.driver, vmmkv.KVCache, layout, rows, max_seq_len, max_bytes=pages * self.driver.page_size, **options
         )
         self.ids: dict[vmmkv.Sequence, list[int]] = {}
         self.keys: dict[vmmkv.Sequence, tuple[Any, ...]] = {}
@@ -657,7 +657,7 @@ def test_what_sequences_share_holds_the_same_tokens(layout: vmmkv.KVLayout, know
 
 def test_what_the_system_refuses_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory, for pages, on the host, or beside the cache: nothing has changed, and what is known stays so."""
-    cache = vmmkv.KVCache(LAYOUT, 4, 400, max_bytes="1MiB", driver=small_driver("cpu"), host_bytes="1MiB")
+    cache = on_driver(small_driver("cpu"), vmmkv.KVCache, LAYOUT, 4, 400, max_bytes="1MiB", host_bytes="1MiB")
     one, other = (cache.sequence(token_ids=[number] * 20, salt=number) for number in (1, 2))
     one.commit([1] * 20)
     before = cache.stats()
@@ -756,7 +756,7 @@ def test_all_rows_can_be_had_again() -> None:
 def test_memory_of_a_cache_that_is_gone_goes_back() -> None:
     """Also what is only known, and before the garbage collector comes."""
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(100 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 100 * driver.page_size)
     cache = vmmkv.KVCache(LAYOUT, 2, 200, pool=pool)
     for token in range(4):
         sequence = cache.sequence(token_ids=[token] * 60)
@@ -774,7 +774,7 @@ def test_memory_of_a_cache_that_is_gone_goes_back() -> None:
 
 def test_a_neighbour_has_what_is_only_known() -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 40 * driver.page_size)
     first, second = (vmmkv.KVCache(LAYOUT, 4, 320, pool=pool) for _ in range(2))
     for token in range(3):
         sequence = first.sequence(token_ids=[token] * 80)
@@ -791,7 +791,7 @@ def test_a_neighbour_has_what_is_only_known() -> None:
 
 def test_a_limit_below_what_is_only_known() -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 40 * driver.page_size)
     cache = vmmkv.KVCache(LAYOUT, 4, 320, pool=pool)
     for token in range(3):
         sequence = cache.sequence(token_ids=[token] * 80)
@@ -935,7 +935,7 @@ def test_who_asks_for_a_row_that_was_kept_has_it() -> None:
 @pytest.mark.parametrize("ids", [[1] * 32, [1] * 29 + [2] * 3], ids=["all is known", "some is known"])
 def test_what_there_is_no_room_to_copy_is_computed_anew(ids: list[int]) -> None:
     """A sequence starts wherever it would without reuse."""
-    pool = vmmkv.FramePool(40 * 4096, driver=small_driver("cpu"))
+    pool = on_driver(small_driver("cpu"), vmmkv.FramePool, 40 * 4096)
     layout = vmmkv.KVLayout(1, 1, 64, torch.float32)  # 8 tokens a page
     cache, other = (vmmkv.KVCache(layout, 4, 400, pool=pool, large_frames=False) for _ in range(2))
     first = cache.sequence(token_ids=[1] * 80)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 
 import vmmkv
@@ -92,7 +92,7 @@ def test_rows_have_large_frames_as_those_of_a_prompt_do() -> None:
 def test_on_a_device_the_first_sequences_make_no_call(device: str) -> None:
     driver = small_driver(device)
     layout = vmmkv.KVLayout(2, 2, driver.page_size // 256, torch.float32)  # 8 tokens in a page
-    cache = vmmkv.KVCache(layout, 9, 99 * TOKENS, max_bytes=90 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 9, 99 * TOKENS, max_bytes=90 * driver.page_size)
     assert cache.prewarm(tokens=20 * TOKENS) == 90 * driver.page_size
     before = cache.stats().driver_calls
     sequences = [cache.sequence(20 * TOKENS) for _ in range(4)]
@@ -156,7 +156,7 @@ def test_a_longer_prompt_takes_what_was_mapped_elsewhere() -> None:
 )
 def test_what_cannot_be_had_changes_nothing(arguments: dict[str, object], error: type[Exception]) -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(100 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 100 * driver.page_size)
     cache, _ = make(pool=pool, driver=None, max_bytes=60 * driver.page_size)
     other, _ = make(pool=pool, driver=None, max_bytes=None)
     held = other.sequence(30 * TOKENS)
@@ -171,7 +171,7 @@ def test_what_cannot_be_had_changes_nothing(arguments: dict[str, object], error:
 
 def test_what_is_guaranteed_to_others_is_lent_and_comes_back() -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(100 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 100 * driver.page_size)
     options = {"pool": pool, "driver": None, "max_bytes": None}
     cache, owner = make(**options)[0], make(guaranteed=70 * driver.page_size, **options)[0]
     cache.prewarm(tokens=20 * TOKENS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_driver, soon
+from conftest import on_driver, small_driver, soon
 from faulty import FaultyDriver
 from simulated_device import NotReady, SimulatedDevice
 from test_prefixes import World
@@ -369,7 +369,9 @@ def test_an_interruption_while_a_copy_is_there(name: str) -> None:
 
 
 def test_the_thread_does_it() -> None:
-    cache = vmmkv.KVCache(LAYOUT, 6, 200, max_bytes=200 * 4096, driver=FaultyDriver(small_driver("cpu")), lookahead=1)
+    cache = on_driver(
+        FaultyDriver(small_driver("cpu")), vmmkv.KVCache, LAYOUT, 6, 200, max_bytes=200 * 4096, lookahead=1
+    )
     with cache:
         first = cache.sequence(token_ids=KNOWN[:10])
         for _ in range(3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver, small_layout
+from conftest import ROUNDS, on_driver, small_driver, small_layout
 from simulated_device import SimulatedDevice
 
 import vmmkv
@@ -252,8 +252,8 @@ def test_a_failed_call_leaves_what_was_or_nothing(monkeypatch: pytest.MonkeyPatc
     is_met, skip, outcomes = True, 0, set()
     while is_met:
         device = SimulatedDevice(Random())
-        cache = vmmkv.KVCache(
-            small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device, large_frames=False
+        cache = on_driver(
+            device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size, large_frames=False
         )
         (first,) = started(cache, 50)
         beams = [first, *cache.fork_many(first, 2)]
@@ -292,7 +292,7 @@ def test_a_failed_call_leaves_what_was_or_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(Random())
-    cache = vmmkv.KVCache(small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device, scrub=True)
+    cache = on_driver(device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size, scrub=True)
     sequences = [cache.sequence(5), cache.sequence(90)]
     device.finish()
 
@@ -311,7 +311,7 @@ def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.
 
 def test_what_is_being_copied_when_somebody_is_interrupted_is_not_unmapped() -> None:
     device = SimulatedDevice(Random())
-    cache = vmmkv.KVCache(small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device)
+    cache = on_driver(device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size)
     target, source = cache.sequence(50), cache.sequence(50)
     device.current = device.streams[1]
     with device.interrupted_behind_a_copy():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver, some
+from conftest import ROUNDS, on_driver, small_driver, some
 from faulty import FaultyDriver
 from interruption import interrupted
 from loopback import looped
@@ -30,7 +30,7 @@ def make(device: str = "cpu", driver: Driver | None = None, rows: int = 5, pages
     driver = driver or small_driver(device)
     budget = {"max_bytes": pages * driver.page_size}
     per_range = options.pop("layers_per_range", None)
-    return vmmkv.KVCache(layout(layers_per_range=per_range), rows, 400, driver=driver, **budget, **options)
+    return on_driver(driver, vmmkv.KVCache, layout(layers_per_range=per_range), rows, 400, **budget, **options)
 
 
 def scales_of(sequence: vmmkv.Sequence) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import run_python, small_driver
+from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import SimulatedDevice
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("undebugged")
 def make(pages: int = 100, rows: int = 8, layout: vmmkv.KVLayout = LAYOUT, **options: object) -> vmmkv.KVCache:
     driver = options.pop("driver", None) or FaultyDriver(small_driver("cpu"))
     options = {"large_frames": False, "lookahead": 0, **options}
-    return vmmkv.KVCache(layout, rows, 100 * TOKENS, max_bytes=pages * driver.page_size, driver=driver, **options)
+    return on_driver(driver, vmmkv.KVCache, layout, rows, 100 * TOKENS, max_bytes=pages * driver.page_size, **options)
 
 
 def write(sequence: vmmkv.Sequence, begin: int = 0) -> torch.Tensor:

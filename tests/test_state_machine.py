@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import small_driver, small_layout
+from conftest import on_driver, small_driver, small_layout
 from faulty import FaultyDriver
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -86,12 +86,13 @@ class CacheMachine(RuleBasedStateMachine):
         if self.large_frames:  # a token record of 15/16 of a page, so that rows are of two large frames and more
             self.layout = replace(self.layout, head_dim=5 * self.layout.head_dim)
         max_bytes = (self.budget + self.zero_tail) * self.driver.page_size
-        self.cache = vmmkv.KVCache(
+        self.cache = on_driver(
+            self.driver,
+            vmmkv.KVCache,
             self.layout,
             ROWS,
             MAX_SEQ_LEN,
             max_bytes=max_bytes,
-            driver=self.driver,
             lookahead=0,
             host_bytes="1GiB",
             **self.policy,
@@ -552,14 +553,14 @@ class CacheMachine(RuleBasedStateMachine):
         assert (page_map == vmmkv.ZERO_PAGE).sum() == len(self.zero) == self.zero_tail
         assert ((page_map >= 0) | (page_map == vmmkv.SHARED_PAGE)).sum() == stats.pages["used"]
         if self.device == "cpu":
-            assert os.fstat(self.driver.inner._fd).st_blocks * 512 == stats.physical_bytes
+            assert os.fstat(self.driver.inner.fd).st_blocks * 512 == stats.physical_bytes
             if self.compared != self.driver.changes:  # looking takes longer than most operations
                 assert self.mapped_by_linux() == len(self.driver.mapped) * self.driver.page_size
                 self.compared = self.driver.changes
 
     def mapped_by_linux(self) -> int:
         """Bytes of the memfd that this process has mapped, by the kernel's own account."""
-        inode = os.fstat(self.driver.inner._fd).st_ino
+        inode = os.fstat(self.driver.inner.fd).st_ino
         lines = re.findall(rf"^(\w+)-(\w+) .* {inode} +/memfd:vmmkv", Path("/proc/self/maps").read_text(), re.MULTILINE)
         return sum(int(last, 16) - int(first, 16) for first, last in lines)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS
+from conftest import ROUNDS, on_driver
 from simulated_device import SimulatedDevice
 from test_prefixes import World
 from test_tiers import Late
@@ -226,8 +226,8 @@ class Copying:
 
     def __init__(self) -> None:
         self.device, self.live = SimulatedDevice(Random()), list[vmmkv.Sequence]()
-        self.cache = vmmkv.KVCache(
-            FEW, 5, 200, max_bytes=100 * self.device.page_size, driver=self.device, large_frames=False
+        self.cache = on_driver(
+            self.device, vmmkv.KVCache, FEW, 5, 200, max_bytes=100 * self.device.page_size, large_frames=False
         )
         self.holder = self.cache.sequence(token_ids=array([1] * 40))
         self.holder.commit(array([1] * 40))

@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +45,7 @@ def test_a_secret_is_never_readable_from_another_tenants_rows(seed: int, options
     """Two caches on one pool, with calls that fail."""
     chance = random.Random(seed)
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(chance.choice([14, 40]) * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, chance.choice([14, 40]) * driver.page_size)
     caches = [vmmkv.KVCache(LAYOUT, 3, 60, pool=pool, **options) for _ in range(2)]
     if isinstance(pool.mapper, Mapper):
         pool.mapper.ring = lambda: None  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ def test_a_secret_is_never_readable_from_another_tenants_rows(seed: int, options
 def planted(pages: int, layout: vmmkv.KVLayout = LAYOUT) -> tuple[SimulatedDevice, vmmkv.KVCache, Mapper]:
     """A cache on a device whose work runs late, whose mapper works when it is told to; all free pages hold a secret."""
     driver = SimulatedDevice(random.Random(random.random()))
-    cache = vmmkv.KVCache(layout, 3, 80, max_bytes=pages * driver.page_size, driver=driver, lookahead=16)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 3, 80, max_bytes=pages * driver.page_size, lookahead=16)
     mapper = cache.pool.mapper
     assert isinstance(mapper, Mapper)
     mapper.ring = lambda: None  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ def test_tenants_of_whom_nothing_is_left_are_forgotten(seed: int, is_clean: bool
     what another tenant wrote, and whoever is known finds what it left."""
     chance = random.Random(seed)
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(12 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 12 * driver.page_size)
     pool.tenants.spare = 0
     caches = [vmmkv.KVCache(LAYOUT, 3, 60, pool=pool, scrub=is_clean) for _ in range(2)]
     live: list[tuple[vmmkv.KVCache, vmmkv.Sequence, int]] = []
@@ -285,7 +285,7 @@ def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
         line += random.randint(1, 12)  # not at all of them, and at others in each run
         driver = FaultyDriver(small_driver("cpu"))
         driver.unmaps_anything = True
-        pool = vmmkv.FramePool(11 * driver.page_size, driver=driver)  # so that there are few but those
+        pool = on_driver(driver, vmmkv.FramePool, 11 * driver.page_size)  # so that there are few but those
         cache = vmmkv.KVCache(LAYOUT, 2, 60, pool=pool, **options)
         grown = GrowableTensor((4000,), torch.float32, pool=pool, max_bytes=11 * driver.page_size)
         gone, sequence = cache.sequence(60, tenant="alice"), cache.sequence(3, tenant="bob")
@@ -347,7 +347,7 @@ def test_a_copy_that_fails_leaves_no_secret(
     skip, was_met = 0, True
     while was_met:
         driver = SimulatedDevice(random.Random(skip))
-        cache = vmmkv.KVCache(LAYOUT, 4, 400, max_bytes=120 * driver.page_size, driver=driver, lookahead=0)
+        cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 4, 400, max_bytes=120 * driver.page_size, lookahead=0)
         grown(cache, "carol").free()
         driver.finish()
         cache._rows.reclaim(120)
@@ -370,7 +370,7 @@ def test_a_copy_that_fails_leaves_no_secret(
 def test_a_row_that_began_further_back_is_cleaned_from_its_new_beginning(share: bool) -> None:
     """Its own pages were behind the ones that it gets now, and are gone."""
     driver = FaultyDriver(small_driver("cpu"))
-    pool = vmmkv.FramePool(32 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 32 * driver.page_size)
     caches = [vmmkv.KVCache(LAYOUT, 3, 320, pool=pool, large_frames=False) for _ in range(2)]
     short, moved = caches[1].sequence(3, tenant="bob"), caches[1].sequence(240, tenant="bob")
     for states in (short.k(0), short.k(1), short.v(0), short.v(1)):

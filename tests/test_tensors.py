@@ -270,10 +270,10 @@ def test_a_view_keeps_its_memory_when_cache_and_sequence_are_gone(make_cache) ->
 
 LIFETIME = """
     import gc, os, sys, torch, vmmkv
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     device, what = sys.argv[1:]
     driver = small_driver(device)
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=30 * driver.page_size)
     sequence = cache.sequence(20)
     view = sequence.k(1)
     view.fill_(1)

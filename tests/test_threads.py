@@ -21,7 +21,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from interruption import disturbed, interrupted
 
@@ -294,7 +294,7 @@ def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
     try:
         driver = small_driver(device)
         size = driver.page_size
-        pool = vmmkv.FramePool(120 * size, driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, 120 * size)
         caches = [
             vmmkv.KVCache(
                 layouts(size)[index % 2],
@@ -328,7 +328,7 @@ def test_eight_threads_begin_alike(layers_per_range: int) -> None:
     try:
         driver = small_driver("cpu")
         size, layout = driver.page_size, vmmkv.KVLayout(2, 1, 64, torch.float32, layers_per_range=layers_per_range)
-        pool = vmmkv.FramePool(260 * size, driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, 260 * size)
         options = {"pool": pool, "lookahead": 24, "host_bytes": 128 * size}
         caches = [
             vmmkv.KVCache(layout, 24, 200, **options, guaranteed=pages * size, large_frames=pages > 0)
@@ -391,7 +391,7 @@ def blocked(driver: BlockedDriver, growth: Callable[[], object], goes_on: bool =
 def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
     """While the driver maps for one, others begin, grow inside their pages, shrink, end, and look at what there is."""
     driver = BlockedDriver()
-    pool = vmmkv.FramePool(60 * driver.page_size, driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, 60 * driver.page_size)
     first, second = (vmmkv.KVCache(LAYOUT, 8, 100, pool=pool, **options) for _ in range(2))
     grown, beside, ended, left = (first.sequence(tokens) for tokens in (3, 3, 30, 20))
     elsewhere = second.sequence(3)
@@ -427,7 +427,7 @@ def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
 def test_who_ends_while_it_grows_has_not_grown(name: str, options: dict) -> None:
     """By another thread, which is not how sequences are to be used: all is as if it had not grown, and nothing lost."""
     driver = BlockedDriver()
-    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver, **options)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size, **options)
     grown, beside = cache.sequence(3), cache.sequence(3)
     is_free = name == "free"
     error = vmmkv.UseAfterFreeError if is_free else vmmkv.BusyError
@@ -452,7 +452,7 @@ def test_who_is_interrupted_while_another_grows() -> None:
     for _ in range(8):
         driver = BlockedDriver()
         driver.unmaps_anything = True
-        cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+        cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size)
         grown, other = cache.sequence(3), cache.sequence(30)
         lines = interrupted(partial(other.truncate, 29), 10**9)
         assert lines
@@ -468,7 +468,7 @@ def test_who_is_interrupted_while_another_grows() -> None:
 def test_a_finalizer_waits_for_nobody_who_waits_for_it() -> None:
     """In the middle of an operation of another thread's, while the driver maps for one who goes on behind that."""
     driver = BlockedDriver()
-    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size)
     grown, refused = cache.sequence(3), 0
 
     def finalize() -> None:
@@ -494,7 +494,7 @@ def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
 
     def check(line: int) -> None:
         driver = BlockedDriver()
-        cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver, lookahead=8)
+        cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size, lookahead=8)
         cache.pool.mapper = bell = Rung()  # type: ignore[assignment]
         grown, other = cache.sequence(3), cache.sequence(3)
 
@@ -532,7 +532,7 @@ def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
 def test_a_signal_handler_while_the_driver_maps() -> None:
     """It may do what maps nothing, as another thread may, and is refused what does."""
     driver = BlockedDriver()
-    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size)
     grown, other, gone = cache.sequence(3), cache.sequence(3), cache.sequence(3)
     called = []
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, each_with_few, some
+from conftest import ROUNDS, each_with_few, on_driver, some
 from faulty import FaultyDriver
 from interruption import Interruption
 from simulated_device import SimulatedDevice, Stream
@@ -25,8 +25,8 @@ from test_prefixes import LAYOUT, RANGES, World, prompt
 from test_prefixes_failing import POLICIES, Busy, is_interrupted_everywhere, survives_all
 
 import vmmkv
-from vmmkv.events import EventLog, Removed, Stored, tensorrt_llm
 from vmmkv.driver.fence import Fence
+from vmmkv.events import EventLog, Removed, Stored, tensorrt_llm
 from vmmkv.reuse import host_pages
 from vmmkv.reuse.host_pages import HostPages, Piece
 
@@ -384,7 +384,7 @@ class Late:
         self.random, self.device = random, SimulatedDevice(random)
         pages = pages or (20 if layout is LAYOUT else 40)
         self.mine = self.device.streams.copy()
-        self.cache = vmmkv.KVCache(layout, 5, 60, max_bytes=pages * PAGE, driver=self.device, **options)
+        self.cache = on_driver(self.device, vmmkv.KVCache, layout, 5, 60, max_bytes=pages * PAGE, **options)
         self.ids: dict[vmmkv.Sequence, list[int]] = {}
         self.streams: dict[vmmkv.Sequence, Stream] = {}
         self.known: list[list[int]] = [[]]

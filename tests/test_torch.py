@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from c_driver import CDriver, Functions
-from conftest import run_python, small_driver
+from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def c_driver() -> CDriver:
 
 @pytest.fixture(scope="module")
 def functions(c_driver: CDriver) -> Functions:
-    return Functions(c_driver.words, c_driver.driver.page_size, BUDGET)
+    return Functions(c_driver, BUDGET)
 
 
 @given(
@@ -92,7 +92,7 @@ def test_whichever_call_fails_the_books_say_what_is_held() -> None:
     for fail_at in range(100):
         c_driver = CDriver(fail_at)
         driver = c_driver.driver
-        functions = Functions(c_driver.words, driver.page_size, BUDGET)
+        functions = Functions(c_driver, BUDGET)
         segment = functions.allocate(3 * driver.page_size - 5)
         if segment:
             functions.deallocate(segment, 3 * driver.page_size - 5)
@@ -106,15 +106,23 @@ def test_whichever_call_fails_the_books_say_what_is_held() -> None:
             assert functions.books["refused"] == 3 * driver.page_size
         if not c_driver.failed:
             break
-    assert fail_at == 1 + 3 * 3 + 1 + 5  # every call of this life was made to fail once
+    assert fail_at == 2 + 3 * 3 + 2 + 5  # every call of this life was made to fail once
 
 
 C_FUNCTIONS = """
     import ctypes, faulthandler, sys, threading
     import numpy as np
     from numba import carray, cfunc, njit, types
-    from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept
-    from vmmkv.compiled.native import pointer as void_pointer
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+    from vmmkv.driver.driver import keep
+    from vmmkv.driver.host import NullDriver
+    from vmmkv.torch.allocator import Allocator
+
+    @intrinsic
+    def void_pointer(typing, address):
+        generate = lambda context, builder, signature, values: builder.inttoptr(values[0], cgutils.voidptr_t)
+        return types.voidptr(types.int64), generate
 
     libc = ctypes.CDLL(None)
     for name, result, arguments in (
@@ -162,11 +170,13 @@ C_FUNCTIONS = """
     def succeed():
         return 0
 
-    names = ("release", "map", "set_access", "unmap", "push", "pop", "synchronize")
-    words = {name: succeed.address for name in names} | dict.fromkeys(C_ARGUMENTS, 0)
-    words |= {"reserve": reserve.address, "create": create.address, "free": give_back.address}
     PAGE, BUDGET = 4096, 20
-    allocator = Allocator(words, PAGE, BUDGET)
+    driver = NullDriver(1 << 30, PAGE)
+    for name in ("release", "map", "set_access", "unmap", "push", "pop", "synchronize"):
+        driver.table[name] = succeed.address
+    for name, function in {"reserve": reserve, "create": create, "free": give_back}.items():
+        driver.table[name] = function.address
+    allocator = Allocator(driver, BUDGET)
     allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(allocator.allocate)
     deallocate = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(
         allocator.deallocate
@@ -240,7 +250,7 @@ AFTER_THE_END = (
         deallocate(segment, 5000, 0, 0)
         leave(42 if segment else 1)
 
-    _kept.append(at_exit)
+    keep(at_exit)
     libc.__cxa_atexit(ctypes.c_void_p(at_exit.address), None, None)
     del allocator
     print("end")
@@ -451,7 +461,7 @@ def test_a_growable_tensor_is_a_tensor(device: str, data, dtype, per_page: float
     width = max(int(page / per_page / dtype.itemsize / inner), 1)
     row_bytes = width * inner * dtype.itemsize
     max_rows = 10 * page // row_bytes + 1
-    grown = GrowableTensor((max_rows, width, inner), dtype, max_bytes=budget * page, driver=driver)
+    grown = on_driver(driver, GrowableTensor, (max_rows, width, inner), dtype, max_bytes=budget * page)
     model, views, faulty = grown.tensor.clone(), [], False
     with ExitStack() as end:  # hypothesis may leave an example anywhere
         end.callback(driver.heal)
@@ -527,7 +537,7 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
 
 def test_pages_behind_a_shrunk_tensor_wait_for_every_stream() -> None:
     driver = StreamedDriver()
-    grown = GrowableTensor((1 << 20,), torch.uint8, max_bytes="1MiB", driver=driver)
+    grown = on_driver(driver, GrowableTensor, (1 << 20,), torch.uint8, max_bytes="1MiB")
     grown.resize(50_000)
     driver.stream = "other"
     grown.resize(49_999)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import small_driver
+from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from loopback import Loopback
@@ -24,8 +24,8 @@ from pair import together
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.layout import SCALED_DTYPES, SCALES
 from vmmkv.driver.driver import open_driver
+from vmmkv.layout import SCALED_DTYPES, SCALES
 from vmmkv.reuse.transfer import FIRST, MARK, Head, Peer, geometry_of
 
 SENDER, RECEIVER = 0, 1
@@ -35,7 +35,7 @@ def make(
     layout: vmmkv.KVLayout, pages: int = 60, page_size: int = 4096, max_seq_len: int = 200, **options: Any
 ) -> vmmkv.KVCache:
     driver = open_driver("cpu", page_size)
-    return vmmkv.KVCache(layout, 5, max_seq_len, max_bytes=pages * page_size, driver=driver, **options)
+    return on_driver(driver, vmmkv.KVCache, layout, 5, max_seq_len, max_bytes=pages * page_size, **options)
 
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 8 tokens in a page
@@ -263,7 +263,7 @@ def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.M
     sent = 0
     for _ in range(100):
         device = SimulatedDevice(random)
-        cache = vmmkv.KVCache(layout, 2, 40, max_bytes=3 * 4096, driver=device)
+        cache = on_driver(device, vmmkv.KVCache, layout, 2, 40, max_bytes=3 * 4096)
 
         def on(tensor: torch.Tensor, work: Callable[[], object], device: SimulatedDevice = device) -> None:
             device.current.submit(lambda: device.touch(tensor.data_ptr(), tensor.nbytes, work))
@@ -410,7 +410,7 @@ def fail_once(rank: int, known: int) -> None:
             assert is_right(sequence, ids)
         else:
             driver = SimulatedDevice(Random())
-            cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+            cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 5, 200, max_bytes="1MiB")
             with cache.sequence(token_ids=ids[:known]) as before:
                 compute(before, ids[:known])
                 before.commit(ids[:known])
@@ -462,7 +462,7 @@ def fail_to_send(rank: int) -> None:
             dist.recv(is_met, SENDER)
             continue
         driver = SimulatedDevice(Random())
-        cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+        cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 5, 200, max_bytes="1MiB")
         sequence = cache.sequence(token_ids=ids)
         compute(sequence, ids)
         sequence.commit(ids)
@@ -543,7 +543,7 @@ def test_an_interruption_at_any_line(name: str, start: int, monkeypatch: pytest.
         line += Random().randint(1, 30)  # not at all of them, and at others in each run
         driver = FaultyDriver(small_driver("cpu"))
         driver.unmaps_anything = True
-        cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+        cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 5, 200, max_bytes="1MiB")
         write(sequence := cache.sequence(100), 1)
         if start:
             sequence.release_before(start)
@@ -594,7 +594,7 @@ def vanish(rank: int, who: int, when: str) -> None:
     """
     driver = FaultyDriver(open_driver("cpu"))
     layout = vmmkv.KVLayout(4, 8, 128, torch.float32, layers_per_range=1)
-    cache = vmmkv.KVCache(layout, 2, 4000, max_bytes="256MiB", driver=driver)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 2, 4000, max_bytes="256MiB")
     write(sequence := cache.sequence(2000 if rank == SENDER else 50), 1)  # 64 MiB: more than sockets hold
     if rank == who and when.isdecimal():
         ending = Ending(int(when))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, each_with_few, soon
+from conftest import ROUNDS, each_with_few, on_driver, soon
 from faulty import FaultyDriver
 from generation import (
     LENGTHS,
@@ -36,8 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, masking_utils
 
 import vmmkv
-from vmmkv.integrations.transformers import VmmCache
 from vmmkv.driver.driver import open_driver
+from vmmkv.integrations.transformers import VmmCache
 
 pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
@@ -850,7 +850,7 @@ def test_what_was_reordered_can_be_written_over(device: str, mixed_config: PreTr
 def test_a_reordering_that_fails_in_the_middle(skip: int, mixed_config: PreTrainedConfig) -> None:
     """What is left is refused, until a reset."""
     driver = FaultyDriver(open_driver("cpu", 4096))
-    pool = vmmkv.FramePool("64MiB", driver=driver)
+    pool = on_driver(driver, vmmkv.FramePool, "64MiB")
     cache, reference = VmmCache(mixed_config, 200, pool=pool), DynamicCache(config=mixed_config)
     forward("cpu", 3, 60, cache)
     driver.fail("copy", skip)

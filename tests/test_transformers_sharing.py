@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS
+from conftest import ROUNDS, on_driver
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, inside_a_graph, left_padding, random_tokens
 from tiny_models import DECODER, tiny_model
 from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 import vmmkv
+from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.driver.driver import open_driver
 from vmmkv.memory.frames import LARGE
 
 MODELS = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next"]
@@ -269,7 +269,7 @@ def test_what_was_reserved_is_shared_with_nobody() -> None:
 def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
     for skip in range(6):
         driver = FaultyDriver(open_driver("cpu", 4096))
-        pool = vmmkv.FramePool("16MiB", driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, "16MiB")
         cache, reference = VmmCache(LlamaConfig(**DECODER), 400, pool=pool), DynamicCache(config=LlamaConfig(**DECODER))
         forward(2, 50, cache, reference)
         copies = [copy.deepcopy(cache)]
@@ -423,7 +423,7 @@ def test_a_window_of_one_token_keeps_none_to_share() -> None:
 def test_sharing_that_fails_leaves_what_was_or_is_refused(call: str) -> None:
     for skip in range(6):
         driver = FaultyDriver(open_driver("cpu", 4096))
-        pool = vmmkv.FramePool("16MiB", driver=driver)
+        pool = on_driver(driver, vmmkv.FramePool, "16MiB")
         cache, reference = VmmCache(LlamaConfig(**DECODER), 400, pool=pool), DynamicCache(config=LlamaConfig(**DECODER))
         write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 3, 1, 1, 1) for _ in cache.layers], cache, reference)
         new = [random_bits(2, 3, 2, 1, 16) for _ in cache.layers]

@@ -25,10 +25,10 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
+from vmmkv.driver.driver import open_driver
 from vmmkv.integrations.batch import Batch, Limits
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.driver.driver import open_driver
 
 INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 4}
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import run_python, small_driver
+from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
@@ -88,11 +88,11 @@ def test_what_one_range_has_too_much_another_may_lack(make_cache, how: str) -> N
 def test_tokens_of_the_budget_fit_beside_the_zero_page() -> None:
     driver = small_driver("cpu")
     layout = vmmkv.KVLayout(3, 2, 16, dtype=torch.float32)
-    cache = vmmkv.KVCache(layout, 4, 100, max_tokens=100, driver=driver, zero_tail=True)
+    cache = on_driver(driver, vmmkv.KVCache, layout, 4, 100, max_tokens=100, zero_tail=True)
     kept = [cache.sequence(tokens) for tokens in (1, 97, 1, 1)]
     assert sum(sequence.length for sequence in kept) == 100
     with pytest.raises(vmmkv.BudgetError, match="1 pages of"):
-        vmmkv.KVCache(layout, 4, 100, max_bytes=driver.page_size, driver=driver, zero_tail=True)
+        on_driver(driver, vmmkv.KVCache, layout, 4, 100, max_bytes=driver.page_size, zero_tail=True)
 
 
 @pytest.mark.parametrize("what", ["extend", "sequence", "adopt"])
@@ -178,10 +178,11 @@ def test_driver_calls_for_tails_are_counted(device: str, make_cache) -> None:
 
 WRITE = """
     import resource, sys, torch, vmmkv
-    from conftest import small_driver, small_layout
+    from conftest import on_driver, small_driver, small_layout
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     driver = small_driver(sys.argv[1])
-    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=9 * driver.page_size, driver=driver, zero_tail=True)
+    memory = 9 * driver.page_size
+    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=memory, zero_tail=True)
     sequence = cache.sequence(5)
     print("read", cache.kv(0)[0][sequence.row].sum().item(), flush=True)
     try:

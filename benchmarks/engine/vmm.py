@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
-from vmmkv.driver.driver import Driver, open_driver
+from vmmkv.driver.driver import open_driver
 
 from .backend import Rows, Work
 
@@ -16,13 +16,13 @@ HOST_PAGE_TOKENS = 16
 """On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
 
 
-def make_driver(layout: KVLayout, device: torch.device) -> Driver:
-    """The memory system of a device, with pages that hold about as many tokens on the host as on a GPU."""
+def memory_for(layout: KVLayout, device: torch.device) -> dict[str, Any]:
+    """A device, and the size of its pages: one that holds about as many tokens on the host as on a GPU."""
     page_size = None
     if device.type == "cpu":
         granularity = open_driver(device).granularity
         page_size = -(-HOST_PAGE_TOKENS * layout.token_bytes // granularity) * granularity
-    return open_driver(device, page_size)
+    return {"device": device, "page_size": page_size}
 
 
 OVERREAD = {"overread": 256, "scrub": True}
@@ -58,7 +58,7 @@ class VmmKV:
     ) -> None:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
-            memory = {"max_bytes": max_bytes, "driver": make_driver(layout, device)}
+            memory = {"max_bytes": max_bytes, **memory_for(layout, device)}
         memory |= {"lookahead": lookahead, "host_bytes": host_bytes, "overread": overread, "scrub": scrub}
         memory |= {"large_frames": large_frames}
         self.cache = KVCache(layout, max_sequences, max_seq_len, **memory)

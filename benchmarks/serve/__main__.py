@@ -44,8 +44,8 @@ from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment, to_json
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
-from vmmkv.memory.budget import parse_bytes
 from vmmkv.driver.driver import open_driver
+from vmmkv.memory.budget import parse_bytes
 
 from . import options
 from .measure import LONGEST, SUSPEND, WARM, Load, Progress, Settings, free_memory, serve

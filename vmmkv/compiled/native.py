@@ -1,8 +1,8 @@
 """Memory and C functions by address, for compiled functions; and the same interpreted.
 
-`call(address, (a, b))` calls `int f(long, long)`; `call_long` calls a function that returns a `long`. `view` is an array
-over memory that somebody else keeps. `c_function` is a function of the C library by name, `static` the address of a
-word that all functions of a library share, zero at first.
+`call(address, (a, b))` calls `int f(long, long)`. `view` is an array over memory that is kept elsewhere. `c_function`
+is a function of the C library by name, `static` the address of a word that all functions of a library share, zero at
+first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ if not BY_NUMBA:
     def call(address: int, arguments: tuple[int, ...]) -> int:
         """Calls the C function at an address: `int function(long, ...)`."""
         return int(ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * len(arguments))(address)(*map(int, arguments)))
-
-    def call_long(address: int, arguments: tuple[int, ...]) -> int:
-        """Calls the C function at an address: `long function(long, ...)`."""
-        return int(ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * len(arguments))(address)(*map(int, arguments)))
 
     def view(address: int, shape: Any, dtype: Any) -> Any:
         """An array over the memory at an address."""
@@ -61,24 +57,18 @@ else:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    def _calling(bits: int) -> Any:
-        kind = types.int32 if bits == 32 else types.int64
+    @intrinsic  # type: ignore[untyped-decorator]
+    def call(_typing: Any, function: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            address, packed = values
+            words = [
+                context.cast(builder, word, kind, types.int64)
+                for word, kind in zip(cgutils.unpack_tuple(builder, packed), signature.args[1])
+            ]
+            prototype = ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * len(words))
+            return builder.call(builder.inttoptr(address, prototype.as_pointer()), words)
 
-        def typing(_context: Any, function: Any, arguments: Any) -> Any:
-            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                address, packed = values
-                words = [
-                    context.cast(builder, word, kind, types.int64)
-                    for word, kind in zip(cgutils.unpack_tuple(builder, packed), signature.args[1])
-                ]
-                prototype = ir.FunctionType(ir.IntType(bits), [ir.IntType(64)] * len(words))
-                return builder.call(builder.inttoptr(address, prototype.as_pointer()), words)
-
-            return kind(types.int64, arguments), generate
-
-        return intrinsic(typing)
-
-    call, call_long = _calling(32), _calling(64)
+        return types.int32(types.int64, arguments), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
     def _pointer(_typing: Any, address: Any) -> Any:

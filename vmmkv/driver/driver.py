@@ -34,7 +34,14 @@ Handle = NewType("Handle", int)
 """Physical memory of a page, or of several side by side, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
-STEPS = {UNMAP: "unmap", MAP: "map", SET_ACCESS: "set_access", SET_READ_ACCESS: "set_access", CREATE: "create", RELEASE: "release"}  # fmt: skip
+STEPS = {
+    UNMAP: "unmap",
+    MAP: "map",
+    SET_ACCESS: "set_access",
+    SET_READ_ACCESS: "set_access",
+    CREATE: "create",
+    RELEASE: "release",
+}
 """By kind: the function of the table."""
 
 _kept: list[object] = []
@@ -263,7 +270,7 @@ def open_driver(device: str | torch.device | None = None, page_size: int | None 
 
 
 def new_scratch() -> tuple[array[int], int]:
-    """`SCRATCH` words for one call of a compiled function, and their address, which is good as long as they are held."""
+    """`SCRATCH` words for one call of a compiled function, and their address: it is good while they are held."""
     words = array("q", bytes(8 * SCRATCH))
     return words, words.buffer_info()[0]
 

@@ -19,6 +19,7 @@ ENTRIES = [
     fencing.first_event,
     mapping.host_install,
     mapping.host_nothing,
+    mapping.host_number,
     mapping.host_refuse,
     mapping.host_reserve,
     mapping.host_free,

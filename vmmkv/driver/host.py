@@ -100,6 +100,25 @@ class HostDriver(Driver):
         return kind(self.names[name], code, detail)
 
 
+class NullDriver(HostDriver):
+    """Addresses without memory: a page is a number, and an access anywhere faults. A cache keeps its books, no bytes.
+
+    Args:
+        nbytes: the memory that the device is said to have.
+        page_size: bytes of a page.
+    """
+
+    def __init__(self, nbytes: int, page_size: int | None = None) -> None:
+        super().__init__(page_size)
+        self.nbytes = nbytes
+        for name in ("release", "map", "set_access", "unmap", "fill", "copy"):
+            self.table[name] = WORDS["push"]
+        self.table["create"] = address_of(entries.host_number)
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.nbytes, self.nbytes
+
+
 def _name(code: int | None) -> str:
     return errno.errorcode.get(code or 0, str(code))
 
@@ -109,9 +128,9 @@ def _close(fd: int, owner: int) -> None:
         os.close(fd)
 
 
-def check_mappings(needed: int = 1) -> None:
+def check_mappings(needed: int = 2) -> None:
     """Raises `DriverError` unless so many mappings can be added."""
-    if _host["mappings"] + needed > _host["allowed"] and _recount(needed):
+    if mapped["mappings"] + needed > mapped["allowed"] and _recount(needed):
         raise no_mappings()
 
 
@@ -120,10 +139,12 @@ def _recount(needed: int) -> int:
     limit = int(read(MAX_MAPPINGS))
     starts = [int(line.split("-", 1)[0], 16) for line in read("/proc/self/maps").splitlines()]
     inside = sum(bisect_left(starts, first + size) - bisect_left(starts, first) for first, size in _ranges())
-    _counted[:], own, spare = [len(starts) - inside], int(_host["mappings"]), int(limit * SPARE)
+    _counted[:], own, spare = [len(starts) - inside], int(mapped["mappings"]), int(limit * SPARE)
     room = limit - spare - _counted[0] - own
-    _host["allowed"] = own + max(min(room, spare), needed)
-    return int(room < needed)
+    if room < needed:
+        return 1
+    mapped["allowed"] = own + max(min(room, spare), needed)
+    return 0
 
 
 def no_mappings() -> DriverError:
@@ -132,14 +153,14 @@ def no_mappings() -> DriverError:
     return DriverError(
         "mmap",
         "ENOMEM",
-        f"of the {limit} mappings that this process may have, pages take {_host['mappings']}, all else takes {_counted[0]}, "
-        f"and {int(limit * SPARE)} are kept for it and for unmapping; {MAPPINGS_HINT}",
+        f"of the {limit} mappings that this process may have, pages take {mapped['mappings']}, all else takes "
+        f"{_counted[0]}, and {int(limit * SPARE)} are kept for it and for unmapping; {MAPPINGS_HINT}",
     )
 
 
 def _ranges() -> Iterator[tuple[int, int]]:
     """Address and bytes of each reserved range."""
-    place = int(_host["ranges"])
+    place = int(mapped["ranges"])
     while place:
         record = np.frombuffer((ctypes.c_char * RANGE.itemsize).from_address(place), RANGE)[0]
         yield int(record["address"]), int(record["nbytes"])
@@ -153,12 +174,13 @@ def _reset() -> None:
 
 
 def _install() -> None:
-    _host["recount"] = ctypes.cast(_callback, ctypes.c_void_p).value
+    mapped["recount"] = ctypes.cast(_callback, ctypes.c_void_p).value
     entries.host_install(_hosts.ctypes.data)
 
 
 _hosts = np.zeros(1, HOST)
-_host = _hosts[0]
+mapped = _hosts[0]
+"""Mappings of all drivers: see `vmmkv.driver.mapping`."""
 _counted = [0]
 """Mappings of all else, as counted last."""
 _callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(_recount)

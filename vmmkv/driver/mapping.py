@@ -84,6 +84,17 @@ def host_nothing(_: int) -> int:
 
 
 @entry_without_lock
+def host_number(out: int, _0: int, counter: int, _1: int) -> int:
+    """Stands for `create` where there is no memory: handles are numbers."""
+    _lock(counter)
+    numbers = view(counter, 1, FILE)[0]
+    numbers.end += 1
+    view(out, 1, np.int64)[0] = numbers.end
+    _unlock(counter)
+    return 0
+
+
+@entry_without_lock
 def host_refuse(_: int) -> int:
     """Stands for all that a forked child has no part in."""
     return FORKED

@@ -9,8 +9,8 @@ from typing import Self
 
 import torch
 
-from ..errors import ArgumentError, ForkError, UseAfterFreeError, VmmkvError
 from ..driver.fence import wait_for_device
+from ..errors import ArgumentError, ForkError, UseAfterFreeError, VmmkvError
 from .pool import FramePool
 
 
