@@ -149,7 +149,7 @@ class User:
         """Has a stream go on behind what others have to do so far."""
         for other in others:
             if other is not stream:
-                stream.submit(Event(self.device, other, other.submitted).is_past)
+                stream.submit(Event(other, other.submitted).is_past)
 
     def use(self, stream: Stream) -> None:
         """Orders a stream behind the sequence's own, and names it."""

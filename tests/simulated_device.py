@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
@@ -55,11 +56,12 @@ class NotReady(Exception):  # noqa: N818
     """What a query fails with that says no, whatever there is to say."""
 
 
+@dataclass
 class Event:
     """A point in a stream's work, the last that was recorded."""
 
     stream: Stream | None = None
-    position = 0
+    position: int = 0
 
     def is_past(self) -> bool:
         """Whether the stream has come to it."""

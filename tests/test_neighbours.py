@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.driver.driver import Driver, Handle
-from vmmkv.driver.host import HostDriver
-from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
+from vmmkv.driver import host
+from vmmkv.driver.driver import keep
+from vmmkv.driver.mapping import PIECE
+from vmmkv.driver.table import FUNCTIONS
+from vmmkv.errors import OutOfPagesError
 from vmmkv.memory.neighbours import asking, give_back
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
@@ -23,40 +29,65 @@ CAPACITY = 16
 """Pages of the device."""
 
 
+class SmallDevice:
+    """C functions of a device of few pages, which all drivers that are opened meanwhile are on.
+
+    Attributes:
+        pages: by the address of a driver's file, how many it has.
+        before: called with the name of a function and that address, before each call.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pages: Counter[int] = Counter()
+        self.before: Callable[[str, int], None] = lambda name, file: None
+        self.callbacks, self.originals = {}, {}
+        for name in ("create", "map", "release"):
+            kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])
+            self.originals[name] = kind(host.WORDS[name])
+            self.callbacks[name] = kind(getattr(self, name))
+            keep(self.callbacks[name])  # garbage of these tests calls it later
+            patch.setitem(host.WORDS, name, ctypes.cast(self.callbacks[name], ctypes.c_void_p).value)
+
+    def create(self, out: int, nbytes: int, file: int, flags: int) -> int:
+        self.before("create", file)
+        if self.pages.total() + nbytes // 4096 > CAPACITY:
+            return errno.ENOMEM
+        self.pages[file] += nbytes // 4096
+        return self.originals["create"](out, nbytes, file, flags)
+
+    def map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> int:
+        self.before("map", self.piece(handle)["file"])
+        return self.originals["map"](address, nbytes, offset, handle, flags)
+
+    def release(self, handle: int) -> int:
+        piece = self.piece(handle)
+        self.before("release", piece["file"])
+        self.pages[piece["file"]] -= int(piece["nbytes"]) // 4096
+        return self.originals["release"](handle)
+
+    def piece(self, handle: int) -> np.void:
+        return np.frombuffer(ctypes.string_at(handle, PIECE.itemsize), PIECE)[0]
+
+    def total(self) -> int:
+        return self.pages.total()
+
+
 @pytest.fixture
-def small_device(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Has drivers that are opened from now on have so many pages among them; returns how many each has."""
-    pages: Counter[int] = Counter()
-    create, release = HostDriver.create, HostDriver.release
-    before = {id(pool.driver) for pool in vmmkv.memory.pool.living_pools()}
-
-    def create_within(driver: HostDriver, count: int = 1) -> Handle:
-        if id(driver) not in before:
-            if pages.total() + count > CAPACITY:
-                raise DriverOutOfMemoryError("create", "ENOMEM", "this device is small")
-            pages[id(driver)] += count
-        return create(driver, count)
-
-    def release_of(driver: HostDriver, handle: Handle) -> None:
-        if id(driver) in pages:  # others may be garbage of tests before, which nobody knows as those of living pools
-            pages[id(driver)] -= driver._sizes.get(handle, driver.page_size) // driver.page_size
-        release(driver, handle)
-
-    monkeypatch.setattr(HostDriver, "create", create_within)
-    monkeypatch.setattr(HostDriver, "release", release_of)
-    return pages
+def small_device(monkeypatch: pytest.MonkeyPatch) -> SmallDevice:
+    """Has drivers that are opened from now on have so many pages among them."""
+    return SmallDevice(monkeypatch)
 
 
-def make(driver: Driver | None = None) -> vmmkv.KVCache:
-    driver = driver or small_driver("cpu")
-    return on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 160, max_bytes=CAPACITY * driver.page_size)
+def make(driver: FaultyDriver | None = None, **options: int) -> vmmkv.KVCache:
+    memory = {"max_bytes": CAPACITY * 4096, "device": "cpu", "page_size": 4096}
+    return on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 160, **memory, **options)
 
 
 def physical(cache: vmmkv.KVCache) -> int:
     return cache.stats().physical_bytes // cache.page_size
 
 
-def test_what_one_cache_does_not_use_another_can_have(small_device: Counter[int]) -> None:
+def test_what_one_cache_does_not_use_another_can_have(small_device: SmallDevice) -> None:
     """Each may have the whole device, and has as much as the others' live tokens leave."""
     chance = Random()
     caches = [make() for _ in range(3)]
@@ -79,7 +110,7 @@ def test_what_one_cache_does_not_use_another_can_have(small_device: Counter[int]
         assert all((sequence.k(0) == value).all() for _, sequence, value in live)
 
 
-def test_a_driver_of_somebodys_own_is_nobodys_neighbour(small_device: Counter[int]) -> None:
+def test_a_driver_of_somebodys_own_is_nobodys_neighbour(small_device: SmallDevice) -> None:
     other = make(FaultyDriver(small_driver("cpu")))
     other.sequence(12 * 8).free()
     with pytest.raises(OutOfPagesError):
@@ -87,7 +118,7 @@ def test_a_driver_of_somebodys_own_is_nobodys_neighbour(small_device: Counter[in
     assert physical(other) == 12
 
 
-def test_no_bytes_go_from_one_cache_to_another(small_device: Counter[int]) -> None:
+def test_no_bytes_go_from_one_cache_to_another(small_device: SmallDevice) -> None:
     """As they do on a pool, where what is NaN to one layout may lie behind another's tokens."""
     one, other = make(), make()
     with one.sequence(12 * 8) as sequence:
@@ -98,7 +129,7 @@ def test_no_bytes_go_from_one_cache_to_another(small_device: Counter[int]) -> No
         assert not sequence.k(0).isnan().any()
 
 
-def test_who_asks_is_not_asked(small_device: Counter[int]) -> None:
+def test_who_asks_is_not_asked(small_device: SmallDevice) -> None:
     """So that no two wait for each other; and who is only busy is waited for."""
     one, other = make(), make()
     with asking(one.pool) as neighbours:
@@ -118,7 +149,7 @@ def test_who_asks_is_not_asked(small_device: Counter[int]) -> None:
     assert give_back(one.pool, one.page_size) == 0
 
 
-def test_a_refusal_keeps_nothing_alive(small_device: Counter[int]) -> None:
+def test_a_refusal_keeps_nothing_alive(small_device: SmallDevice) -> None:
     """Not itself in a circle with the frames that it came through: what these hold ends at once."""
     live = make().sequence(12 * 8)
     with pytest.raises(OutOfPagesError) as caught:
@@ -130,26 +161,22 @@ def test_a_refusal_keeps_nothing_alive(small_device: Counter[int]) -> None:
 
 
 @pytest.mark.parametrize("call", ["create", "map"])
-def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(
-    small_device: Counter[int], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(small_device: SmallDevice, call: str) -> None:
     """As by a signal handler that grows another cache while the driver is called: it would wait for itself."""
-    monkeypatch.setattr(HostDriver, "c_interface", None, raising=False)
-    inner, drivers, refusals = getattr(HostDriver, call), [small_driver("cpu") for _ in range(2)], []
-    caches = [on_driver(each, vmmkv.KVCache, LAYOUT, 8, 160, max_bytes=1 << 20, lookahead=0) for each in drivers]
+    refusals: list[object] = []
+    caches = [make(lookahead=0) for _ in range(2)]
 
-    def interrupted(driver: Driver, *args: object) -> object:
-        if driver is drivers[1] and not refusals:
+    def interrupted(name: str, file: int) -> None:
+        if name == call and file == caches[1].pool.driver.table["property"] and not refusals:
             refusals.append(None)
             try:
                 caches[0].sequence((CAPACITY + 1) * 8)
             except OutOfPagesError as error:
                 refusals.append(error)
-        return inner(driver, *args)
 
     caches[1].sequence(40).free()  # nobody uses them
     grown = caches[1].sequence(8)
-    monkeypatch.setattr(HostDriver, call, interrupted)
+    small_device.before = interrupted
     thread = threading.Thread(target=lambda: grown.extend(60), daemon=True)
     thread.start()
     thread.join(60)
@@ -158,23 +185,19 @@ def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(
     assert grown.length == 68
 
 
-def test_what_ends_while_a_neighbour_gives_back_waits_for_nobody(
-    small_device: Counter[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_while_a_neighbour_gives_back_waits_for_nobody(small_device: SmallDevice) -> None:
     """As garbage collection ends it, in the thread that the one who asks waits for."""
     one, other = make(), make()
     ended = [one.sequence(8)]
     other.sequence(12 * 8).free()
-    release = HostDriver.release
 
-    def release_and_collect(driver: HostDriver, handle: Handle) -> None:
-        if ended:
+    def collect(name: str, file: int) -> None:
+        if name == "release" and ended:
             ended.pop().free()
             with pytest.raises(vmmkv.BusyError):
                 one.trim()
-        release(driver, handle)
 
-    monkeypatch.setattr(HostDriver, "release", release_and_collect)
+    small_device.before = collect
     thread = threading.Thread(target=lambda: one.sequence(8 * 8), daemon=True)
     thread.start()
     thread.join(60)
@@ -182,4 +205,3 @@ def test_what_ends_while_a_neighbour_gives_back_waits_for_nobody(
     assert not ended
     assert one.stats().rows["live"] == 0
     one.check()
-    monkeypatch.setattr(HostDriver, "release", release)

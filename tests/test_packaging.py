@@ -73,8 +73,10 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "memory", "tensors", "space", "rows", "reuse"]
+LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "compiled", "driver", "memory", "tensors", "space"]
 LAYERS += [
+    "rows",
+    "reuse",
     "invariants",
     "picture",
     "snapshot",
@@ -236,7 +238,7 @@ def test_kernels_know_nothing_of_vmmkv() -> None:
         ("from . import cache", "vmmkv.errors"),
         ("from . import KVCache", "vmmkv.errors"),
         ("def late():\n    from ..cache import KVCache", "vmmkv.memory.pool"),
-        ("if TYPE_CHECKING:\n    from ...cache import KVCache", "vmmkv.driver.cuda"),
+        ("if TYPE_CHECKING:\n    from ..cache import KVCache", "vmmkv.driver.cuda"),
     ],
 )
 def test_imports_that_point_upwards_are_seen(code: str, module: str) -> None:

@@ -22,7 +22,7 @@ BOTH = pytest.mark.parametrize("options", [{}, {"large_frames": False}, {"zero_t
 def make(pages: int = 200, **options: object) -> tuple[vmmkv.KVCache, FaultyDriver]:
     driver = FaultyDriver(small_driver("cpu"))
     where = {"driver": driver, "max_bytes": pages * driver.page_size, "lookahead": 0} | options
-    return vmmkv.KVCache(LAYOUT, 40, 100 * TOKENS, **where), driver
+    return on_driver(where.pop("driver"), vmmkv.KVCache, LAYOUT, 40, 100 * TOKENS, **where), driver
 
 
 def state(cache: vmmkv.KVCache, driver: FaultyDriver) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -119,23 +119,28 @@ def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
 def test_what_a_row_is_read_for_on_other_streams_is_not_written_over(make_cache) -> None:
     """As by `send`, on a stream that is no sequence's."""
 
-    class Reading:
-        def __init__(self) -> None:
-            self.waiting: list[object] = []
+    class Reading(Fence):
+        """Work that goes on."""
 
-        def query(self) -> bool:
+        waiting: ClassVar[list[object]] = []
+        is_pending = True
+
+        def passed(self) -> bool:
             return False
 
-        def synchronize(self) -> None:
+        def wait(self) -> None:
             self.waiting.append("host")
 
-        def wait(self, stream: object) -> None:
+        def order(self, stream: object) -> None:
             self.waiting.append(stream)
+
+        def __or__(self, other: Fence) -> Fence:
+            return self
 
     cache = make_cache(2, 100, pages=60)
     beams = started(cache, 10, 20)
     reading = Reading()
-    cache._rows.table.fence(beams[0].row, Fence({"another": reading}))
+    cache._rows.table.fences[beams[0].row] = reading
     reordered(beams, [1, 1])
     assert reading.waiting
 

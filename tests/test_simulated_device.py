@@ -7,6 +7,8 @@ from random import Random
 
 from simulated_device import SimulatedDevice
 
+from vmmkv.driver.fence import Fence
+
 
 def test_who_ends_with_a_piece_of_work_may_wait_for_the_device() -> None:
     """As a cache does that nobody holds but a copy on its way: what comes behind the copy is not held up by its end."""
@@ -20,10 +22,10 @@ def test_who_ends_with_a_piece_of_work_may_wait_for_the_device() -> None:
     holder = Holder()
     weakref.finalize(holder, lambda: (device.finish(), ended.append(True)))
     stream.submit(lambda holder=holder: None)  # type: ignore[misc]
-    event = device.record(stream)
-    event.wait(side)
+    fence = Fence.after(device, [stream])
+    fence.order(side)
     del holder
     device.finish()
     assert ended == [True]
-    assert event.is_past()
+    assert fence.passed()
     assert not side.queue

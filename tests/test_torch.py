@@ -75,7 +75,7 @@ def test_segments_hold_what_is_written_and_the_books_agree(c_driver, functions, 
             number = max(c_driver.handles)
             driver.release(c_driver.handles[number])
             functions.books["physical"] -= page
-        assert bool(address) == (-(-nbytes // page) <= available and not c_driver.failed)
+        assert bool(address) == (-(-nbytes // page) <= available and c_driver.failed in (None, "pop"))
         if address:
             memory = export_range(address, nbytes, torch.device("cpu"), owner=None)
             assert not memory.any()

@@ -26,7 +26,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.orig_argv),
     }
     if device.type == "cuda":
-        from .memory.driver.cuda import cuda_version
+        from .driver.cuda import cuda_version
 
         facts |= {"device": torch.cuda.get_device_name(device), "cuda_driver": cuda_version()}
     return facts

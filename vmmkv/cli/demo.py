@@ -105,12 +105,19 @@ def _chosen(found: list[Request], requests: int | None, device: str | None) -> l
 def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
     """A cache of the true geometry on a GPU, of the small one on the host."""
     driver = open_driver(device)
-    layout = TRUE_LAYOUT
+    page_size, layout = driver.page_size, TRUE_LAYOUT
     if driver.device.type == "cpu":
-        driver, layout = open_driver("cpu", SMALL_PAGE), SMALL_LAYOUT
-    max_bytes = layout.pages(max_tokens, driver.page_size) * driver.page_size
-    # Pages one by one, so that it can be told what becomes of each.
-    return KVCache(layout, sequences, max_seq_len, max_bytes=max_bytes, driver=driver, large_frames=False)
+        page_size, layout = SMALL_PAGE, SMALL_LAYOUT
+    max_bytes = layout.pages(max_tokens, page_size) * page_size
+    return KVCache(
+        layout,
+        sequences,
+        max_seq_len,
+        max_bytes=max_bytes,
+        device=driver.device,
+        page_size=page_size,
+        large_frames=False,  # so that it can be told what becomes of each page
+    )
 
 
 def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:

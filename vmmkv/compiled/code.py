@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -32,7 +32,7 @@ _kept: list[object] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
-def link(library: str, entries: Sequence[Callable[..., int]], sources: Sequence[str]) -> list[Any]:
+def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[Any]:
     """The entries of a library, ready to be called.
 
     Args:

@@ -55,10 +55,10 @@ class Fence:
     """Work on some streams up to a point: the streams' slots, and a tick (see `vmmkv.driver.fencing`). A fence without
     streams has passed."""
 
-    __slots__ = "_driver", "_slots", "_tick"
+    __slots__ = "driver", "slots", "tick"
 
     def __init__(self, driver: Driver | None = None, slots: int = 0, tick: int = 0) -> None:
-        self._driver, self._slots, self._tick = driver, slots, tick
+        self.driver, self.slots, self.tick = driver, slots, tick
 
     @classmethod
     def after(cls, driver: Driver, streams: Iterable[Any]) -> Fence:
@@ -81,44 +81,44 @@ class Fence:
     @property
     def is_pending(self) -> bool:
         """Whether it had not passed when somebody last asked. Asks nobody."""
-        return self._slots != 0
+        return self.slots != 0
 
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
-        if self._slots and self._driver:  # asked of every row with spare pages, and few have any
+        if self.slots and self.driver:  # asked of every row with spare pages, and few have any
             scratch, at = new_scratch()
-            left = entries.pending(self._driver.address, self._slots, self._tick, at)
+            left = entries.pending(self.driver.address, self.slots, self.tick, at)
             if left == FAILED:
-                raise self._driver.error("query", scratch[STATUS])
-            self._slots = left
-        return not self._slots
+                raise self.driver.error("query", scratch[STATUS])
+            self.slots = left
+        return not self.slots
 
     def passed_for(self, stream: Any) -> bool:
         """Whether work submitted to `stream` from now on comes after all of that work."""
-        return not self._slots or self._is_of(stream) or self.passed() or self._is_of(stream)
+        return not self.slots or self._is_of(stream) or self.passed() or self._is_of(stream)
 
     def _is_of(self, stream: Any) -> bool:
         """Whether no other stream has anything to do with it: to ask the device costs more."""
-        return self._driver is not None and self._slots == self._driver.slots([stream])
+        return self.driver is not None and self.slots == self.driver.slots([stream])
 
     def order(self, stream: Any) -> None:
         """Makes work submitted to `stream` from now on come after all of that work; the host does not wait."""
-        if self._driver and not self.passed_for(stream):
+        if self.driver and not self.passed_for(stream):
             _scratch, at = new_scratch()
-            status = entries.order(self._driver.address, self._slots, self._tick, handle_of(stream), at)
+            status = entries.order(self.driver.address, self.slots, self.tick, handle_of(stream), at)
             if status:
-                raise self._driver.error("wait", status)
+                raise self.driver.error("wait", status)
 
     def wait(self) -> None:
         """Waits until it has passed."""
-        while self._driver and (event := entries.first_event(self._driver.address, self._slots, self._tick)):
+        while self.driver and (event := entries.first_event(self.driver.address, self.slots, self.tick)):
             _scratch, at = new_scratch()
-            status = entries.wait_for(self._driver.address, event, at)
+            status = entries.wait_for(self.driver.address, event, at)
             if status:
-                raise self._driver.error("wait_for", status)
+                raise self.driver.error("wait_for", status)
             self.passed()
-        self._slots = 0
+        self.slots = 0
 
     def __or__(self, other: Fence) -> Fence:
         """The fence that passes when both have."""
-        return Fence(self._driver or other._driver, self._slots | other._slots, max(self._tick, other._tick))
+        return Fence(self.driver or other.driver, self.slots | other.slots, max(self.tick, other.tick))

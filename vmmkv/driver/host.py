@@ -162,7 +162,7 @@ def _ranges() -> Iterator[tuple[int, int]]:
     """Address and bytes of each reserved range."""
     place = int(mapped["ranges"])
     while place:
-        record = np.frombuffer((ctypes.c_char * RANGE.itemsize).from_address(place), RANGE)[0]
+        record = np.frombuffer(ctypes.string_at(place, RANGE.itemsize), RANGE)[0]
         yield int(record["address"]), int(record["nbytes"])
         place = int(record["next"])
 

@@ -45,6 +45,8 @@ NOTHING = 0x22 | 0x4000
 SHARED_FIXED, FIXED = 0x11, 0x10
 PUNCH_HOLE, DONTFORK = 0x03, 10
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE; and what keeps a page from forked children."""
+INTERRUPTED = 4
+"""EINTR."""
 LOOKED_AT = 8
 """Released pieces that are looked at for one of the right size: there are few sizes."""
 
@@ -201,7 +203,9 @@ def host_create(out: int, nbytes: int, file: int, _: int) -> int:
         f.end += nbytes
     _unlock(file)
     p = view(piece, 1, PIECE)[0]
-    status = _posix_fallocate(f.fd, p.offset, nbytes) & 0xFFFFFFFF
+    status = INTERRUPTED
+    while status == INTERRUPTED:  # by a signal; Python looks at it later
+        status = _posix_fallocate(f.fd, p.offset, nbytes) & 0xFFFFFFFF
     if status:
         give_back(piece)
     else:
@@ -212,7 +216,9 @@ def host_create(out: int, nbytes: int, file: int, _: int) -> int:
 @entry_without_lock
 def host_release(piece: int) -> int:
     p = view(piece, 1, PIECE)[0]
-    status = failed(_fallocate(view(p.file, 1, FILE)[0].fd, PUNCH_HOLE, p.offset, p.nbytes))
+    status = INTERRUPTED
+    while status == INTERRUPTED:
+        status = failed(_fallocate(view(p.file, 1, FILE)[0].fd, PUNCH_HOLE, p.offset, p.nbytes))
     if status == 0:
         give_back(piece)
     return status

@@ -112,16 +112,16 @@ class FramePool:
         device: str | torch.device | None = None,
         page_size: int | None = None,
     ) -> None:
-        self._begin(open_driver(device, page_size), max_bytes)
+        self._lay_on(open_driver(device, page_size), max_bytes)
 
     @classmethod
     def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
         """Makes a pool on a driver that is open already."""
         pool = cls.__new__(cls)
-        pool._begin(driver, max_bytes)
+        pool._lay_on(driver, max_bytes)
         return pool
 
-    def _begin(self, driver: Driver, max_bytes: float | str) -> None:
+    def _lay_on(self, driver: Driver, max_bytes: float | str) -> None:
         self.driver = driver
         self.meter = Meter()
         """Calls of the driver, without those of a mapper."""
