@@ -244,7 +244,7 @@ def restless(bench: Bench, rounds: int) -> Row:
     pages = count * layout.pages(tokens, driver.page_size)
     work = eager_work(bench, 100)
     alone, beside, rates = [], [], []
-    options: Row = {"driver": driver, "lookahead": bench.lookahead, "large_frames": False}
+    options: Row = {**memory_of(driver), "lookahead": bench.lookahead, "large_frames": False}
     with KVCache(layout, count, tokens, max_bytes=pages * driver.page_size, **options) as cache:
         mapper = cache.pool.mapper
         assert mapper is not None

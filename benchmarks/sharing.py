@@ -29,7 +29,7 @@ from vmmkv.driver.driver import Driver
 from vmmkv.memory.frames import LARGE
 
 from .allocator import in_turns, microseconds, raw_calls, spread
-from .geometry import LAYOUT, open_geometry
+from .geometry import LAYOUT, memory_of, open_geometry
 
 Row = dict[str, Any]
 FRAMES = {True: "large frames", False: "single pages"}
@@ -42,7 +42,7 @@ QUEUE = 500
 def make_cache(driver: Driver, layout: KVLayout, tokens: int, sequences: int, own: int, large: bool) -> KVCache:
     """A cache without a mapper, for a prompt and sequences that have so many pages of their own beside it."""
     budget = (layout.pages(tokens, driver.page_size) + sequences * (own + LARGE)) * driver.page_size
-    options: Row = {"driver": driver, "lookahead": 0, "large_frames": large}
+    options: Row = {**memory_of(driver), "lookahead": 0, "large_frames": large}
     return KVCache(layout, sequences, tokens, max_bytes=budget, **options)
 
 

@@ -16,7 +16,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -174,11 +174,15 @@ def on_driver(driver: Any, make: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Makes a cache, a pool or a tensor on a driver that a test has made."""
     if driver is None:
         return make(*args, **kwargs)
-    modules = "vmmkv.memory.pool", "vmmkv.cache"
-    with ExitStack() as patches:
-        for module in modules:
-            patches.enter_context(mock.patch(f"{module}.open_driver", return_value=driver))
+    with pytest.MonkeyPatch.context() as patch:
+        open_drivers_with(patch, lambda *_: driver)
         return make(*args, **kwargs)
+
+
+def open_drivers_with(patch: pytest.MonkeyPatch, opening: Callable[..., Any]) -> None:
+    """Has caches, pools and tensors open their drivers by a function of a test's."""
+    for module in ("vmmkv.memory.pool", "vmmkv.cache"):
+        patch.setattr(f"{module}.open_driver", opening)
 
 
 @pytest.fixture

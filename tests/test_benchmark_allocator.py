@@ -7,53 +7,32 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from faulty import recorded_calls
 from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import allocator, tables
-from vmmkv.driver.host import HostDriver
+from vmmkv.driver import host
 
 SIZE = 1 << 14
 """The least page of 16 tokens in 32 layers."""
-
-
-class Recording(HostDriver):
-    """Writes down which calls were made, and over how many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE)
-        self.calls: list[tuple[str, int]] = []
-
-    def create(self, pages: int = 1) -> Any:
-        self.calls.append(("create", pages * SIZE))
-        return super().create(pages)
-
-    def map(self, address: int, handle: Any, pages: int = 1) -> None:
-        self.calls.append(("map", pages * SIZE))
-        super().map(address, handle, pages)
-
-    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        self.calls.append(("set_access", nbytes))
-        super().set_access(address, nbytes, writable)
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        self.calls.append(("unmap", nbytes))
-        super().unmap(address, nbytes)
+WRITABLE = 3
+"""PROT_READ | PROT_WRITE."""
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[object, ...]]]:
     """The calls of each operation that is timed, in turn ours and by hand."""
-    found: list[list[tuple[str, int]]] = []
+    found: list[list[tuple[object, ...]]] = []
+    made = recorded_calls(monkeypatch)
 
     def note(operation: Callable[..., Any], *args: Any) -> float:
-        driver.calls.clear()
+        made.clear()
         operation(*args)
-        found.append(list(driver.calls))
+        found.append(list(made))
         return 1.0
 
-    driver = Recording()
-    monkeypatch.setattr(allocator, "open_driver", lambda device: driver)
+    monkeypatch.setattr(allocator, "open_driver", lambda device: host.HostDriver(SIZE))
     monkeypatch.setattr(allocator, "microseconds", note)
     return found
 
@@ -61,7 +40,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, int]]]:
 @pytest.mark.parametrize("growth", allocator.GROWTHS)
 @pytest.mark.parametrize("measure", [allocator.growth_onto_new_pages, allocator.growth_onto_reclaimed_pages])
 def test_growth_is_compared_with_the_same_calls(
-    timed: list[list[tuple[str, int]]], measure: Callable[..., dict[str, Any]], growth: tuple[int, bool]
+    timed: list[list[tuple[object, ...]]], measure: Callable[..., dict[str, Any]], growth: tuple[int, bool]
 ) -> None:
     measure(allocator.open_driver(None), *growth, 2)
     assert len(timed) == 6
@@ -70,11 +49,11 @@ def test_growth_is_compared_with_the_same_calls(
     frame = allocator.LARGE if large else 1
     steps = 1 if measure is allocator.growth_onto_reclaimed_pages else allocator.MOST_PAGES // pages
     assert timed[0].count(("map", frame * SIZE)) == steps * pages // frame
-    assert timed[0].count(("set_access", pages * SIZE)) == steps
+    assert timed[0].count(("set_access", pages * SIZE, WRITABLE)) == steps
 
 
 @pytest.mark.parametrize("crossing", [0, 3])
-def test_batch_steps_are_compared_with_the_same_calls(timed: list[list[tuple[str, int]]], crossing: int) -> None:
+def test_batch_steps_are_compared_with_the_same_calls(timed: list[list[tuple[object, ...]]], crossing: int) -> None:
     allocator.batch_step(allocator.open_driver(None), crossing, 1)
     assert len(timed) == 4
     assert all(calls == timed[0] for calls in timed)
@@ -83,7 +62,7 @@ def test_batch_steps_are_compared_with_the_same_calls(timed: list[list[tuple[str
 
 def test_it_measures_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "BATCH", 16)
-    monkeypatch.setattr(allocator, "open_driver", lambda device: HostDriver(SIZE))
+    monkeypatch.setattr(allocator, "open_driver", lambda device: host.HostDriver(SIZE))
     app = Typer()
     app.command()(allocator.main)
     done = CliRunner().invoke(app, ["--rounds", "3", "--json"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import on_driver
+from faulty import recorded_calls
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -16,39 +17,10 @@ from benchmarks import sharing, tables
 from benchmarks.geometry import SMALL
 from vmmkv import KVCache
 from vmmkv.driver.driver import open_driver
-from vmmkv.driver.host import HostDriver
 
 APP = Typer()
 APP.command()(sharing.main)
 SIZE = 16 * SMALL.token_bytes
-
-
-class Recording(HostDriver):
-    """Writes down which calls were made, and over how many bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE)
-        self.calls: list[tuple[object, ...]] = []
-
-    def create(self, pages: int = 1) -> Any:
-        self.calls.append(("create", pages))
-        return super().create(pages)
-
-    def map(self, address: int, handle: Any, pages: int = 1) -> None:
-        self.calls.append(("map", pages))
-        super().map(address, handle, pages)
-
-    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        self.calls.append(("set_access", nbytes, writable))
-        super().set_access(address, nbytes, writable)
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        self.calls.append(("unmap", nbytes))
-        super().unmap(address, nbytes)
-
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
-        self.calls.append(("copy", nbytes))
-        super().copy(destination, source, nbytes)
 
 
 @pytest.mark.parametrize("large", sharing.FRAMES)
@@ -56,12 +28,13 @@ def test_forks_are_compared_with_the_same_calls(monkeypatch: pytest.MonkeyPatch,
     timed: list[list[tuple[object, ...]]] = []
 
     def note(operation: Callable[..., Any], *args: Any) -> float:
-        driver.calls.clear()
+        made.clear()
         operation(*args)
-        timed.append(list(driver.calls))
+        timed.append(list(made))
         return 1.0
 
-    driver = Recording()
+    made = recorded_calls(monkeypatch)
+    driver = open_driver("cpu", SIZE)
     monkeypatch.setattr("benchmarks.sharing.microseconds", note)
     tokens, count = random.randint(1, 600), random.randint(1, 3)
     row = sharing.forking(driver, SMALL, tokens, count, large, rounds=2)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from conftest import open_drivers_with
 from faulty import FaultyDriver
 from parity.batching import config
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
@@ -49,7 +50,7 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     devices = Devices()
-    monkeypatch.setattr("vmmkv.driver.driver.open_driver", devices.open)
+    open_drivers_with(monkeypatch, devices.open)
     return devices
 
 

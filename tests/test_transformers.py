@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, each_with_few, on_driver, soon
+from conftest import ROUNDS, each_with_few, on_driver, open_drivers_with, soon
 from faulty import FaultyDriver
 from generation import (
     LENGTHS,
@@ -383,7 +383,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyDriver]:
         opened.append(FaultyDriver(open_driver(device, page_size)))
         return opened[-1]
 
-    monkeypatch.setattr("vmmkv.driver.driver.open_driver", open_faulty)
+    open_drivers_with(monkeypatch, open_faulty)
     return opened
 
 

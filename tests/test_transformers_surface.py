@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import each_with_few, run_python
+from conftest import each_with_few, open_drivers_with, run_python
 from generation import LENGTHS, PAGE_SIZE, caches, random_tokens, vmm_cache
 from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -733,7 +733,7 @@ def _devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.device = torch.device(device)
         return driver
 
-    monkeypatch.setattr("vmmkv.driver.driver.open_driver", open_by_name)
+    open_drivers_with(monkeypatch, open_by_name)
 
 
 def on(device: int, states: torch.Tensor) -> torch.Tensor:

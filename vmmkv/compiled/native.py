@@ -19,7 +19,9 @@ if not BY_NUMBA:
 
     def call(address: int, arguments: tuple[int, ...]) -> int:
         """Calls the C function at an address: `int function(long, ...)`."""
-        return int(ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * len(arguments))(address)(*map(int, arguments)))
+        return int(
+            ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * len(arguments))(int(address))(*map(int, arguments))
+        )
 
     def view(address: int, shape: Any, dtype: Any) -> Any:
         """An array over the memory at an address."""
