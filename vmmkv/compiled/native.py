@@ -28,7 +28,26 @@ if not BY_NUMBA:
         count = int(np.prod(shape))
         memory = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(int(address))
         array = np.frombuffer(memory, dtype).reshape(shape)
-        return array.view(np.recarray) if array.dtype.fields else array
+        return _Records(array) if array.dtype.fields else array
+
+    class _Records:
+        """Records whose fields are attributes, whatever numpy calls so."""
+
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+        def __getitem__(self, index: int) -> _Record:
+            return _Record(self.array[index])
+
+    class _Record:
+        def __init__(self, record: Any) -> None:
+            self.__dict__["_fields_of"] = record
+
+        def __getattr__(self, name: str) -> int:
+            return int(self.__dict__["_fields_of"][name])
+
+        def __setattr__(self, name: str, value: int) -> None:
+            self.__dict__["_fields_of"][name] = value
 
     _words: deque[Any] = deque(maxlen=64)
 
