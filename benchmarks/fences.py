@@ -1,32 +1,52 @@
-"""What a fence costs in compiled code: recording an event, asking for one, having a stream wait, changing the context.
+"""What a fence costs: calls of the CUDA driver by address, from machine code, and whole fences from Python.
 
     python -m benchmarks.fences [--rounds N] [--json]
 
-Compiled functions are called with one stream and with many, all of which have work that goes on; what a stream costs is
-the difference, so that the call from Python does not count. Recording includes the question whether the stream is being
-captured. Changing the context is a run without steps beside the same call of a function that does nothing.
+A loop of machine code makes many calls of one function; what a call takes is the loop's time over their number. Events
+are recorded on a stream without work, asked for while work goes on before them, and waited for by a stream that has
+none. A whole fence is what freeing a row takes: torch's current stream, the question whether it is captured, contexts,
+capture modes, and an event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from array import array
 from statistics import median
 from time import perf_counter_ns
 from typing import Annotated, Any
 
 import torch
 import typer
+from llvmlite.binding import parse_assembly
 
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.driver import entries
-from vmmkv.driver.driver import Driver, handle_of, new_scratch, open_driver
+from vmmkv.compiled.code import load
+from vmmkv.driver.driver import Driver, open_driver
+from vmmkv.driver.fence import Fence
 
 from .environment import environment, print_result
 
-STREAMS = 32
-CYCLES = 2_000_000_000
-"""Of work on each stream: about a second."""
+CALLS = 100
+"""Of a loop."""
+CYCLES = 400_000_000
+"""Of work: a fifth of a second."""
+LOOP = """
+define i64 @vmmkv_loop(i64 %function, i64 %count, i64 %first, i64 %second, i64 %third) {
+entry:
+  %call = inttoptr i64 %function to ptr
+  br label %body
+body:
+  %index = phi i64 [ 0, %entry ], [ %next, %body ]
+  %status = call i32 %call(i64 %first, i64 %second, i64 %third)
+  %next = add i64 %index, 1
+  %more = icmp slt i64 %next, %count
+  br i1 %more, label %body, label %done
+done:
+  ret i64 0
+}
+"""
 
 
 def main(
@@ -46,38 +66,40 @@ def main(
 
 def measure(driver: Driver, rounds: int) -> list[dict[str, Any]]:
     """Microseconds of each call: the median, and where four of five lie."""
-    streams = [torch.cuda.Stream(driver.device) for _ in range(STREAMS)]
-    slots = [driver.slots([stream]) for stream in streams]
-    one, many = slots[0], sum(slots)
-    current = handle_of(driver.current_stream())
-    scratch, at = new_scratch()
-    address = driver.address
-    calls: dict[str, Callable[[int], object]] = {
-        "record an event": lambda chosen: entries.record(address, chosen, current, at),
-        "ask for an event": lambda chosen: entries.pending(address, chosen, 1 << 40, at),
-        "have a stream wait": lambda chosen: entries.order(address, chosen, 1 << 40, current, at),
-    }
-    found: dict[str, list[float]] = {name: [] for name in (*calls, "change the context and back")}
-    for number in range(rounds + 1):
-        if number % 8 == 0:
-            torch.cuda.synchronize(driver.device)
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(CYCLES)
-        for name, call in calls.items():
-            found[name].append((took(call, many) - took(call, one)) / (STREAMS - 1))
-        empty = took(lambda _: entries.run(address, 0, 0, 0, at), 0)
-        found["change the context and back"].append(empty - took(lambda _: entries.first_event(address, 0, 0), 0))
-    torch.cuda.synchronize(driver.device)
-    del scratch
+    idle, busy = (torch.cuda.Stream(driver.device) for _ in range(2))
+    cell = array("q", [0])
+    at = cell.buffer_info()[0]
+    loop = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(load(parse_assembly(LOOP), ["loop"])[0])
+    events = [torch.cuda.Event() for _ in range(2)]
+    for event, stream in zip(events, (idle, busy)):
+        event.record(stream)
+    passed, pending = (event.cuda_event for event in events)
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, function: str, *words: int) -> float:
+        start = perf_counter_ns()
+        loop(int(driver.table[function]), CALLS, *words, *[0] * (3 - len(words)))
+        us = (perf_counter_ns() - start) / 1e3 / CALLS
+        found.setdefault(name, []).append(us)
+        return us
+
+    for _ in range(rounds + 1):
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(CYCLES // rounds)
+        events[1].record(busy)
+        note("record an event", "record", passed, idle.cuda_stream)
+        note("ask for an event that has not passed", "query", pending)
+        note("have a stream wait", "wait", idle.cuda_stream, pending, 0)
+        note("ask whether a stream is captured", "is_capturing", idle.cuda_stream, at)
+        context = int(driver.table["context"])
+        pushed, popped = note("push a context", "push", context), note("pop a context", "pop", at)
+        found.setdefault("push and pop a context", []).append(pushed + popped)
+        torch.cuda.synchronize(driver.device)
+        start = perf_counter_ns()
+        for _ in range(CALLS):
+            Fence.after(driver, [idle])
+        found.setdefault("a whole fence, from Python", []).append((perf_counter_ns() - start) / 1e3 / CALLS)
     return [{"call": name, **spread(values[1:])} for name, values in found.items()]
-
-
-def took(call: Callable[[int], object], chosen: int) -> float:
-    """Microseconds of a call."""
-    start = perf_counter_ns()
-    call(chosen)
-    return (perf_counter_ns() - start) / 1e3
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -48,7 +48,7 @@ def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[A
     import llvmlite.binding as llvm
 
     module = llvm.parse_bitcode(_find(library, digest(sources)))
-    addresses = _load(module, [function.__name__ for function in entries])
+    addresses = load(module, [function.__name__ for function in entries])
     return [_prototype(function)(address) for function, address in zip(entries, addresses)]
 
 
@@ -82,8 +82,9 @@ def _prototype(function: Any) -> Any:
     return kind(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)
 
 
-def _load(module: Any, names: Sequence[str]) -> list[int]:
-    """Makes machine code of a module for the life of the process; returns the addresses of functions."""
+def load(module: Any, names: Sequence[str]) -> list[int]:
+    """Makes machine code of an LLVM module, for the life of the process. Returns the addresses of its functions, whose
+    symbols are these names behind `vmmkv_`."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -107,7 +108,7 @@ def bind(function: int, first: int, words: int) -> int:
           %result = call i64 %function({", ".join([f"i64 {first}", *given])})
           ret i64 %result
         }}"""
-    return _load(llvm.parse_assembly(text), ["bound"])[0]
+    return load(llvm.parse_assembly(text), ["bound"])[0]
 
 
 def _find(library: str, made_of: str) -> bytes:

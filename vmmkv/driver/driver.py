@@ -67,9 +67,11 @@ class Driver:
         table: its `DRIVER` record. A test may put functions of its own into it.
         address: that of the table, which compiled functions are given.
         alignment: what `reserve` is given as such.
+        refused_in_child: functions that a forked child may not call.
     """
 
     alignment = 0
+    refused_in_child: tuple[str, ...] = ("reserve", "create", "map", "release")
 
     def __init__(
         self, device: torch.device, granularity: int, page_size: int, words: Mapping[str, int], names: Mapping[str, str]
@@ -305,7 +307,7 @@ def check_page_size(page_size: int | None, granularity: int) -> int:
 def _leave_to_parent() -> None:
     """Refuses, in a forked child, what only the parent has a part in."""
     for driver in list(_drivers):
-        for name in ("reserve", "create", "map", "release"):
+        for name in driver.refused_in_child:
             driver.table[name] = address_of(entries.host_refuse)
 
 
