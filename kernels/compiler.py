@@ -16,7 +16,6 @@ from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, get_type_hints
 
 import torch
@@ -24,7 +23,7 @@ from numba import cuda, types
 from numba.cuda.core import ir
 
 from .context import beside_captures
-from .folders import private_folder
+from .folders import cache_folder
 
 TYPES = {int: types.int64, float: types.float32, bytes: types.int64}
 """What they are to the compiler; of a tensor map the code gets the address."""
@@ -88,7 +87,7 @@ class Kernel:
         """The kernel for a compute capability, from disk or from the compiler. Needs no GPU."""
         path = None
         with suppress(OSError):  # it is not there, or cannot be read
-            path = _cache_folder() / f"{self._key(capability)}.ptx"
+            path = cache_folder() / f"{self._key(capability)}.ptx"
             return path.read_text()
         bounds = self.threads, self.blocks_per_sm
         ptx = to_ptx(self.name, self.factory(*self.constants), self.structs, bounds, self._target(capability))
@@ -179,13 +178,3 @@ def _sources() -> str:
     """A hash of all kernels' sources: any change makes new PTX."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def _cache_folder() -> Path:
-    """Where PTX is kept. Raises `OSError` where there is no place for it."""
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "vmmkv"
-    try:
-        return Path.home() / ".cache" / "vmmkv"
-    except RuntimeError:  # without HOME, and with a user who is not in the list of users
-        return private_folder(Path(gettempdir()))

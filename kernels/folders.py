@@ -1,4 +1,4 @@
-"""Folders of this user alone, below those that all users may write to."""
+"""Folders of this user alone: for compiled code, and below those that all users may write to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
+
+
+def cache_folder() -> Path:
+    """Returns where compiled code is kept, which need not exist yet.
+
+    Raises:
+        OSError: there is no place for it.
+    """
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "vmmkv"
+    try:
+        return Path.home() / ".cache" / "vmmkv"
+    except RuntimeError:  # without HOME, and with a user who is not in the list of users
+        return private_folder(Path(gettempdir()))
 
 
 def private_folder(root: Path) -> Path:

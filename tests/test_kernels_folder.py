@@ -20,7 +20,7 @@ COMPILES = """
     def make_nothing():
         pass
 
-    from vmmkv.kernels import compiler
+    from vmmkv.kernels import compiler, folders
     compiles = []
     compiler.to_ptx = lambda *args: compiles.append(1) or "the kernel"
     kernel = compiler.Kernel(make_nothing, (), (), 32)
@@ -34,7 +34,7 @@ COMPILES = """
     os.environ.pop("XDG_CACHE_HOME")
     for _ in range(2):
         assert kernel.ptx((8, 0)) == "the kernel"
-    print(len(compiles), compiler._cache_folder())
+    print(len(compiles), folders.cache_folder())
 """
 NOBODY = 54321
 

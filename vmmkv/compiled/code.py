@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,24 +114,26 @@ def bind(function: int, first: int, words: int) -> int:
 def _find(library: str, made_of: str) -> bytes:
     """The bitcode of a library, compiled now if it is nowhere."""
     name = f"{library}-{made_of}-{platform.machine()}.bc"
-    for folder in (SHIPPED, cache_folder()):
+    cache = _writable_cache()
+    for folder in (SHIPPED, cache):
         if folder and (folder / name).exists():
             return (folder / name).read_bytes()
-    with _one_at_a_time(cache_folder()) as folder:
+    with _one_at_a_time(cache) as folder:
         if not (folder / name).exists():  # another process may have been first
             print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
             make(library, folder)
         return (folder / name).read_bytes()
 
 
-def cache_folder() -> Path | None:
-    """Where this user's compiled code is kept; None: no folder can be written to."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vmmkv"
+def _writable_cache() -> Path | None:
+    """The folder where this user's compiled code is kept; None: nothing can be written there."""
+    from ..kernels.folders import cache_folder  # here: to compile needs no kernels
+
+    with suppress(OSError):
+        folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None
+        return folder if os.access(folder, os.W_OK) else None
+    return None
 
 
 @contextmanager

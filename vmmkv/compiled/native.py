@@ -41,13 +41,13 @@ if not BY_NUMBA:
 
     class _Record:
         def __init__(self, record: Any) -> None:
-            self.__dict__["_fields_of"] = record
+            self.__dict__["numpy_record"] = record
 
         def __getattr__(self, name: str) -> int:
-            return int(self.__dict__["_fields_of"][name])
+            return int(self.__dict__["numpy_record"][name])
 
         def __setattr__(self, name: str, value: int) -> None:
-            self.__dict__["_fields_of"][name] = value
+            self.__dict__["numpy_record"][name] = value
 
     _words: deque[Any] = deque(maxlen=64)
 
