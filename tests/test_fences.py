@@ -573,3 +573,86 @@ def test_a_cache_collected_in_a_capture_is_freed_later(gpu_cache, device: str) -
     gpu_cache()
     assert not driver.mapped
     assert not driver.ranges
+
+
+def use_everything(cache: vmmkv.KVCache) -> None:
+    """Grows, shares, truncates, trims and ends, on streams, and checks what was written."""
+    first = cache.sequence(30)
+    first.k(0).fill_(3)
+    side = torch.cuda.Stream(cache.device)
+    first.record_stream(side)
+    side.wait_stream(torch.cuda.current_stream(cache.device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG // 20)
+        read = first.k(0).clone()
+    fork = first.fork()
+    first.truncate(2)
+    first.free()
+    cache.trim()
+    fork.extend(20)
+    side.synchronize()
+    assert (read == 3).all()
+    assert (fork.k(0)[:30] == 3).all()
+    fork.free()
+    cache.trim()
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_another_context_may_be_current(gpu_cache, device: str) -> None:
+    """Calls are made in the device's own, and leave the caller's as it was."""
+    import cuda.bindings.driver as cu
+
+    cache = gpu_cache(pages=60)
+    use_everything(cache)
+    _, gpu = cu.cuDeviceGet(0)
+    status, context = cu.cuCtxCreate(None, 0, gpu)
+    assert status == cu.CUresult.CUDA_SUCCESS
+    try:
+        driver = cache._driver
+        fence = Fence.after(driver, [driver.current_stream()])
+        assert cu.cuCtxGetCurrent()[1].getPtr() != 0
+        handle, address = driver.create(), driver.reserve(driver.page_size)
+        driver.map(address, handle)
+        driver.set_access(address, driver.page_size)
+        driver.fill(address, driver.page_size, 7, driver.current_stream())
+        fence.wait()
+        driver.synchronize()
+        driver.unmap(address, driver.page_size)
+        driver.release(handle)
+        driver.free(address, driver.page_size)
+        assert int(cu.cuCtxGetCurrent()[1]) == int(context)
+    finally:
+        cu.cuCtxDestroy(context)
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+def test_another_device_may_be_current(current: int) -> None:
+    """In this thread, and in one that is new to both."""
+    layout = vmmkv.KVLayout(num_layers=2, num_kv_heads=2, head_dim=4096, dtype=torch.float32)
+    options = {"max_bytes": "400MiB", "lookahead": 0, "large_frames": False}
+    caches = [vmmkv.KVCache(layout, 4, 100, device=f"cuda:{index}", **options) for index in range(2)]
+
+    def use_both() -> None:
+        with torch.cuda.device(current):
+            for cache in caches:
+                use_everything(cache)
+            assert torch.cuda.current_device() == current
+
+    use_both()
+    failures: list[BaseException] = []
+
+    def in_thread() -> None:
+        try:
+            use_both()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert not failures
