@@ -183,6 +183,12 @@ def allocator(result: Result) -> str:
     return markdown(("operation", "vmmkv", "the same driver calls by hand", "ratio"), rows)
 
 
+@table("fences_gpu.json")
+def fences(result: Result) -> str:
+    rows = [(row["call"], f"{row['us']:.2f} µs ({row['p10_us']:.2f} to {row['p90_us']:.2f})") for row in result["calls"]]
+    return markdown(("call", "takes"), rows)
+
+
 def ranged(row: Result, name: str) -> str:
     """Microseconds, and, but for older results, where four of five lie."""
     low, high = (row.get(f"{name}_{quantile}_us") for quantile in ("p10", "p90"))

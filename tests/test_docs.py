@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, ROOT, run_python
+from conftest import DEVICE as PLACE
+from conftest import ROOT, run_python
 from tiny_models import VOCABULARY, tiny_model
 
 import vmmkv
@@ -103,8 +104,8 @@ def test_the_readmes_examples_run() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert len(blocks) == 3
     for block in blocks:
-        model: Any = deepcopy(tiny_model("llama-gqa", "sdpa", DEVICE))  # blocks change it
-        prompts = torch.randint(2, VOCABULARY, (2, 10), device=DEVICE)
+        model: Any = deepcopy(tiny_model("llama-gqa", "sdpa", PLACE))  # blocks change it
+        prompts = torch.randint(2, VOCABULARY, (2, 10), device=PLACE)
         inputs = {"input_ids": prompts, "max_new_tokens": 5, "do_sample": False}
         expected = model.generate(**inputs)
         names: dict[str, Any] = {"model": model, "inputs": inputs}
