@@ -13,16 +13,17 @@ import runpy
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import leftovers
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -50,6 +51,7 @@ if not torch.cuda.is_available():
     # Few programs are compiled: to prepare torch's header for them takes as long as three of them.
     os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without a pool of threads or processes that stays
 torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,6 +150,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fails a test that leaves a thread, a child process or a listening socket behind. A fixture with a wider scope
+    starts what it needs before this one, and ends it."""
+    before = leftovers.Living()
+    yield
+    if left := leftovers.left_since(before):
+        pytest.fail(f"left behind: {', '.join(left)}")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -201,18 +213,55 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
     return make
 
 
-def soon(condition: Callable[[], object]) -> None:
-    """Waits for what another thread or process is about to do, on however slow a machine."""
-    until = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < until, "it has not come to that"
-        time.sleep(0.001)
+PATIENCE = 300.0
+"""Seconds after which a test gives up waiting: a last resort, far beyond what a busy machine needs."""
+
+
+@contextmanager
+def calls(owner: Any, name: str) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Watches a method that another thread calls. Yields a function that waits until a condition holds, and checks the
+    condition when the method is called and when it returns."""
+    method, ticks = getattr(owner, name), threading.Semaphore(0)
+
+    @functools.wraps(method)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        ticks.release()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            ticks.release()
+
+    def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            assert ticks.acquire(timeout=PATIENCE), f"{name} was not called for {PATIENCE} seconds"
+
+    with mock.patch.object(owner, name, watched):
+        yield until
+
+
+def join(*threads: threading.Thread) -> None:
+    """Waits for the end of threads."""
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), f"{thread.name} runs for ever"
+
+
+def seed_alone(number: int) -> None:
+    """Seeds torch's global generator, for a test in which no other thread may draw from it.
+
+    Raises:
+        AssertionError: other threads run, and the numbers would depend on which thread draws first.
+    """
+    others = leftovers.drawing_threads()
+    assert not others, f"the global generator is seeded while other threads run: {others}"
+    torch.manual_seed(number)
 
 
 @functools.cache
 def _zygote() -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "tests" / "zygote.py")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    leftovers.OF_RUN.add(process.pid)
     atexit.register(process.communicate)  # ends it
     return process
 

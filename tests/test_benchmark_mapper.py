@@ -7,12 +7,13 @@ from math import inf
 from typing import Any
 
 import pytest
-from conftest import soon
+from conftest import calls
 from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import mapper, tables
 from benchmarks.geometry import open_geometry
+from vmmkv.space.mapper import Mapper
 
 APP = Typer()
 APP.command()(mapper.main)
@@ -60,7 +61,8 @@ def test_one_way_has_a_mapper(way: str) -> None:
     bench = mapper.Bench(*open_geometry("cpu"), lookahead=32, deadline=inf, missed=[])
     with mapper.growing(bench, way, sequences=8, steps=40) as (cache, _):
         if way == mapper.AHEAD:
-            soon(lambda: cache.stats().pages_mapped["ahead"] > 0)
+            with calls(Mapper, "wait") as until:
+                until(lambda: cache.stats().pages_mapped["ahead"] > 0)
         else:
             assert cache.pool.mapper is None
 

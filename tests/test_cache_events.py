@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 from random import Random
 from typing import Any
 
 import pytest
-from conftest import on_driver, small_driver, some, soon
+from conftest import PATIENCE, join, on_driver, small_driver, some
 from faulty import FaultyDriver
 from interruption import interrupted
 from router import Router
@@ -391,20 +392,20 @@ def test_a_cache_that_is_collected_ends_its_log() -> None:
     world.commit(world.start([1] * 40))
     log = world.cache.event_log
     assert log
-    found: list[Any] = []
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def follow() -> None:
         while events := log.events(timeout=None):
-            found.extend(type(event) for event in events)
+            for event in events:
+                found.put(type(event))
 
     thread = threading.Thread(target=follow)
     thread.start()
-    soon(lambda: len(found) == 2)
+    assert [found.get(timeout=PATIENCE) for _ in range(2)] == [Created, Stored]
     world.ids.clear()
     world.keys.clear()
     del world
     gc.collect()
-    thread.join(timeout=300)
-    assert not thread.is_alive()
-    assert found == [Created, Stored, Cleared]
+    join(thread)
+    assert found.get_nowait() is Cleared
     assert log.closed

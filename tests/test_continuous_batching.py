@@ -10,9 +10,9 @@ import functools
 import gc
 import importlib
 import pickle
+import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import on_driver, soon
+from conftest import PATIENCE, calls, join, on_driver
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
@@ -439,7 +439,7 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
     rows.enable(model, pool=own, max_seq_len=900)
     with Served(model) as served:
         endless = served.manager.add_request([7], max_new_tokens=800, streaming=True)
-        assert served.manager.get_result(timeout=60).request_id == endless
+        assert served.manager.get_result(timeout=PATIENCE).request_id == endless
         served.manager.cancel_request(endless)
         left = set(served.ask(expected))
         while left:
@@ -470,16 +470,18 @@ def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedMo
 
 def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
     """Nor is kept who was to be told, as transformers does."""
-    told: list[Any] = []
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     rows.enable(model, pool=pool(40), max_seq_len=900)
     with Served(model) as served:
         handlers = served.manager.output_router.result_handlers
-        handlers["endless"] = told.append, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
+        handlers["endless"] = told.put, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
         served.manager.add_request([7], "endless", max_new_tokens=800, streaming=True)
-        soon(lambda: told)
-        served.manager.cancel_request("endless")
-        soon(lambda: not handlers)
-        assert not any(output.is_finished() for output in told)
+        assert not told.get(timeout=PATIENCE).is_finished()
+        with calls(RowManager, "_generation_loop_body") as until:
+            served.manager.cancel_request("endless")
+            until(lambda: not handlers)
+        while not told.empty():
+            assert not told.get().is_finished()
         assert served.manager.get_result(timeout=0) is None
 
 
@@ -540,37 +542,35 @@ def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) 
     rows.enable(model, pool=own, max_seq_len=100, idle_seconds=0.0)
     with Served(model) as served:
         for _ in range(2):
-            served.check(expected)
-            soon(lambda: not own.stats().physical_bytes)
+            with calls(RowManager, "_generation_loop_body") as until:
+                served.check(expected)
+                until(lambda: not own.stats().physical_bytes)
 
 
 def test_memory_stays_for_a_while_after_the_last_request(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is there until so many seconds after the last time that there was something to do, and no longer."""
-    own, expected, seconds = pool(100), answers(model, Random(), 3), 0.3
-    busy, given_back = [0.0], []
+    own, expected, now = pool(100), answers(model, Random(), 3), 0.0
+    held: list[int] = []
+    init, note = IdleMemory.__init__, IdleMemory.note
+    monkeypatch.setattr(IdleMemory, "__init__", lambda *given: init(*given, clock=lambda: now))
 
-    def note(idle: IdleMemory, is_busy: bool) -> None:
-        if is_busy:
-            busy.append(time.monotonic())
-        note_of_theirs(idle, is_busy)
+    def note_and_wait(idle: IdleMemory, is_busy: bool) -> None:
+        nonlocal now
+        if held:  # all requests have been answered
+            now += 1.0
+            held.append(own.stats().physical_bytes)
+        note(idle, is_busy)
 
-    def forget(requests: RowRequests) -> None:
-        given_back.append((time.monotonic() - busy[-1], own.stats().physical_bytes))
-        forget_of_theirs(requests)
-
-    note_of_theirs, forget_of_theirs = IdleMemory.note, RowRequests.forget_known
-    monkeypatch.setattr(IdleMemory, "note", note)
-    monkeypatch.setattr(RowRequests, "forget_known", forget)
-    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=seconds)
+    monkeypatch.setattr(IdleMemory, "note", note_and_wait)
+    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=3.0)
     with Served(model) as served:
         served.check(expected)
-        soon(lambda: not own.stats().physical_bytes)
-        *earlier, (after, there) = given_back
-    assert not any(nbytes for _, nbytes in earlier)  # on a slow machine once before the first request, too
-    assert after > seconds
-    assert there > 0
+        with calls(RowManager, "_generation_loop_body") as until:
+            held.append(own.stats().physical_bytes)
+            until(lambda: not own.stats().physical_bytes)
+    assert all(held[:5])  # the last of them was taken before more than three seconds had passed
 
 
 def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
@@ -600,10 +600,10 @@ def test_who_stops_a_manager_without_waiting_leaves_requests_to_their_end(
         names = served.ask(expected)
         stopping = threading.Thread(target=served.manager.stop, kwargs=waiting)
         stopping.start()
-        stopping.join()
+        join(stopping)
     results = served.results(len(names))
     assert [results[name].generated_tokens for name in names] == [each.tokens for each in expected]
-    soon(lambda: not served.manager.is_running())
+    join(served.manager._generation_thread)
     served.manager.destroy()
     gc.collect()
     own.trim()
@@ -868,10 +868,10 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         served.check([old])
         if how == "paused":
             served.manager.add_request(prompt, "on its way", max_new_tokens=100, streaming=True)
-            assert served.manager.get_result(timeout=60).request_id == "on its way"
+            assert served.manager.get_result(timeout=PATIENCE).request_id == "on its way"
             with served.manager.pause():
                 model.load_state_dict(after.state_dict())
-            while not served.manager.get_result(timeout=60).is_finished():
+            while not served.manager.get_result(timeout=PATIENCE).is_finished():
                 pass
         elif how == "started again":
             served.manager.stop(keep_for_next_session=True)
@@ -960,10 +960,10 @@ def test_nothing_begins_with_what_two_adapters_have_made() -> None:
         while expected is None:  # two tokens were as likely
             prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
             served.manager.add_request(prompt, max_new_tokens=300, streaming=True)
-            result = served.manager.get_result(timeout=60)
+            result = served.manager.get_result(timeout=PATIENCE)
             switch(other, "other")
             while not result.is_finished():
-                result = served.manager.get_result(timeout=60)
+                result = served.manager.get_result(timeout=PATIENCE)
             switch(one, "one")
             expected = answer(one, [*prompt, *result.generated_tokens, 5])
         served.check([expected])
@@ -1060,7 +1060,7 @@ def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either
 def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> None:
     """Of who waits for memory, too: or else one waits for an answer forever."""
     ids, layout = torch.randint(100, (200,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
-    said, meeting = [0.0, 0.0], threading.Barrier(2, timeout=30)
+    said, meeting = [0.0, 0.0], threading.Barrier(2, timeout=PATIENCE)
 
     def least(rank: int, value: float) -> float:
         said[rank] = value
@@ -1128,7 +1128,7 @@ def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrain
         own.bfloat16()
         served.manager.start()
         served.manager.add_request(expected.prompt)
-        assert served.manager.get_result(timeout=60).error is None
+        assert served.manager.get_result(timeout=PATIENCE).error is None
         assert served.cache.layout.dtype == torch.bfloat16
 
 
@@ -1175,7 +1175,7 @@ def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTr
     with Served(own) as served, served.manager.pause():
         stop = threading.Thread(target=served.manager.stop, kwargs={"block": False})
         stop.start()
-        stop.join()
+        join(stop)
         for each in own.parameters():
             each.data = each.data.clone()
     rows.disable(own)
@@ -1679,13 +1679,13 @@ def test_a_request_that_nobody_would_answer_is_refused(model: PreTrainedModel) -
     manager.start()
     with patch.object(model.lm_head, "forward", side_effect=ValueError("broken")):
         manager.add_request(expected.prompt)
-        soon(lambda: not manager.is_running())
+        join(manager._generation_thread)
     assert manager.get_result().error == "broken"
     with pytest.raises(vmmkv.StoppedError, match="fatal error"):
         manager.add_requests([expected.prompt])
     manager.start()
     manager.add_request(expected.prompt)
-    assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    assert manager.get_result(timeout=PATIENCE).generated_tokens == expected.tokens
     manager.stop()
     manager.destroy()
 
@@ -1698,9 +1698,10 @@ def test_who_is_new_is_told_of_a_hard_stop(model: PreTrainedModel) -> None:
     with manager.pause():  # the loop takes what is new when it goes on, and looks whether it is to stop
         names = manager.add_requests([[7], [8, 9]])
         stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
-        stopping.start()
-        soon(lambda: manager.background_thread_status.local_status > 0)
-    stopping.join()
+        with calls(RowManager, "join") as until:  # which follows when the loop has been told to stop
+            stopping.start()
+            until(lambda: manager.background_thread_status.local_status > 0)
+    join(stopping)
     told = [manager.get_result() for _ in range(6)]
     assert {each.request_id for each in told} == {f"{name}{of}" for name in names for of in ("", *CHILDREN)}
     assert all("stopped" in each.error or "finished before" in each.error for each in told)
@@ -1749,7 +1750,7 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
         with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
             manager.add_request(expected.prompt, **wrong)
     manager.add_request(expected.prompt, top_k=1, temperature=3.0)
-    assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    assert manager.get_result(timeout=PATIENCE).generated_tokens == expected.tokens
     manager.stop()
 
 
@@ -1758,7 +1759,7 @@ def test_a_top_k_beyond_the_vocabulary_is_all_of_it(model: PreTrainedModel) -> N
     (expected,) = answers(model, Random(), 1)
     manager = sampling_manager(model, top_k=1000)
     names = [manager.add_request(expected.prompt, **told) for told in ({}, {"top_k": 1})]
-    done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
+    done = {result.request_id: result for result in (manager.get_result(timeout=PATIENCE) for _ in names)}
     assert done[names[1]].generated_tokens == expected.tokens
     assert len(done[names[0]].generated_tokens) > 0
     manager.stop()
@@ -2088,7 +2089,7 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         with served.manager.pause():
             served.manager.add_request(expected.prompt, "name")
             served.manager.add_request([7] * 200, "name")
-        results = [served.manager.get_result(timeout=60) for _ in range(2)]
+        results = [served.manager.get_result(timeout=PATIENCE) for _ in range(2)]
         assert "which another request has" in results[0].error
         assert results[1].generated_tokens == expected.tokens
 
@@ -2138,7 +2139,7 @@ def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None
         with served.manager.pause():
             served.manager.add_request(expected.prompt, "name")
             served.manager.add_request([7], "name__child#0")
-        results = [served.manager.get_result(timeout=60) for _ in range(4)]
+        results = [served.manager.get_result(timeout=PATIENCE) for _ in range(4)]
         assert ["which another request has" in (result.error or "") for result in results] == [True] * 2 + [False] * 2
         assert [result.generated_tokens for result in results[2:]] == [expected.tokens] * 2
 
@@ -2148,7 +2149,7 @@ def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) ->
     with Served(model) as served:
         model.set_attn_implementation("eager")
         served.manager.add_request([5] * 9)
-        assert 'runs attn_implementation="eager"' in served.manager.get_result(timeout=60).error
+        assert 'runs attn_implementation="eager"' in served.manager.get_result(timeout=PATIENCE).error
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import soon
+from conftest import PATIENCE, calls
 from parity.batching import config
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
 from test_continuous_batching import model as model
@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching import (
 
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import cache
+from vmmkv.integrations.batching.manager import RowManager
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -74,9 +75,10 @@ def test_a_name_may_be_used_again_after_its_request_was_cancelled(model: PreTrai
     with Served(model, use_async_batching=True) as served:
         for expected in several:
             served.manager.add_request([7] * 60, "chat", max_new_tokens=800, streaming=True)
-            assert served.manager.get_result(timeout=60).request_id == "chat"
-            served.manager.cancel_request("chat")
-            soon(lambda: not served.manager.batch_processor.has_pending_requests())
+            assert served.manager.get_result(timeout=PATIENCE).request_id == "chat"
+            with calls(RowManager, "_generation_loop_body") as until:
+                served.manager.cancel_request("chat")
+                until(lambda: not served.manager.batch_processor.has_pending_requests())
             while served.manager.get_result(timeout=0):
                 pass
             served.manager.add_request(expected.prompt, "chat")

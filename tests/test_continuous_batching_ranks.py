@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from conftest import on_driver, soon
+from conftest import join, on_driver
 from faulty import FaultyDriver
 from pair import together
 from test_continuous_batching import PAGE_SIZE, Served, answers
@@ -86,7 +86,7 @@ class Half:
 
     def dies_of(self, served: Served) -> type[Exception]:
         """What a manager ends with; nobody who waits for an answer waits on."""
-        soon(lambda: not served.manager.is_running())
+        join(served.manager._generation_thread)
         return type(served.manager.background_thread_status.fatal_error)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import on_driver, run_python, small_driver, soon
+from conftest import calls, on_driver, run_python, small_driver
 from faulty import FaultyDriver
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -21,6 +21,7 @@ from test_state_machine import CacheMachine
 from test_threads import Crew
 
 import vmmkv
+from vmmkv.space.mapper import Mapper
 from vmmkv.torch import GrowableTensor
 
 PAGE_TOKENS = 8
@@ -198,8 +199,9 @@ def test_a_leak_report_says_who_took_the_pages_and_what_is_on_the_host() -> None
 
 def test_pages_that_are_mapped_ahead_are_the_mappers() -> None:
     cache = make(lookahead=2 * PAGE_TOKENS)
-    sequence = cache.sequence(1)
-    soon(lambda: "taken by the mapper" in "".join(cache._rows.held()))
+    with calls(Mapper, "wait") as until:
+        sequence = cache.sequence(1)
+        until(lambda: "taken by the mapper" in "".join(cache._rows.held()))
     sequence.free()
     cache.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from conftest import on_driver, run_python, small_driver, soon
+from conftest import ROUNDS, calls, join, on_driver, run_python, small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,22 +300,27 @@ def test_what_fails_in_it_fails_for_those_who_need_it() -> None:
     cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 6, 100, max_bytes=60 * driver.page_size, lookahead=LOOKAHEAD)
     mapper = cache.pool.mapper
     assert isinstance(mapper, Mapper)
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        with calls(Mapper, "wait") as until:
+            until(condition)
+
     for call in ("create", "map", "set_access"):
         sequence = cache.sequence(PAGE_TOKENS)
-        soon(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD)
+        wait_for(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD)
         mapper.error = None
         driver.fail(call, lasting=True)
         for _ in range(sequence.capacity - sequence.length):
             sequence.extend(1)
         with pytest.raises(DriverError, match=f"{call} failed"):
             sequence.extend(100 - sequence.length)  # more than there are free frames for
-        soon(lambda: mapper.error is not None)
+        wait_for(lambda: mapper.error is not None)
         assert cache.pool.stats().mapper_error == f"{call} failed with INJECTED"
         driver.heal()
         cache.check()
         sequence.extend(1)
         assert has_memory(sequence, driver)
-        soon(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD // 2)  # with half it rests
+        wait_for(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD // 2)  # with half it rests
         sequence.free()
         cache.trim()
 
@@ -370,12 +374,11 @@ def test_threads_beside_the_mapper() -> None:
     """Bytes stay whose they are while threads grow and end sequences, and the mapper is always at work."""
     cache = vmmkv.KVCache(LAYOUT, 32, 400, max_bytes="1600KiB", device="cpu", page_size=4096, lookahead=16)
     failures: list[BaseException] = []
-    until = time.monotonic() + 1.5
 
     def serve(number: int) -> None:
         chance = random.Random(number)
         try:
-            while time.monotonic() < until:
+            for _ in range(60 * ROUNDS):
                 with suppress(OutOfPagesError), cache.sequence(chance.randint(1, 30)) as sequence:
                     value = float(chance.random())
                     for _ in range(chance.randint(1, 40)):
@@ -388,14 +391,12 @@ def test_threads_beside_the_mapper() -> None:
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive(), "somebody waits for ever"
+    join(*threads)
     assert not failures, failures
     cache.check()
     cache.trim()  # or it begins on pages enough
-    with cache.sequence(1):
-        soon(lambda: cache.stats().pages_mapped["ahead"] > 0)
+    with calls(Mapper, "wait") as until, cache.sequence(1):
+        until(lambda: cache.stats().pages_mapped["ahead"] > 0)
     cache.close()
 
 
@@ -565,8 +566,9 @@ def test_it_rests_while_others_map_in_need(growths: int, monkeypatch: pytest.Mon
             sequence.extend(PAGE_TOKENS)
 
     monkeypatch.setattr("vmmkv.space.mapper.sleep", grow)
-    ring()
-    soon(lambda: mapper.pages)
+    with calls(Mapper, "wait") as until:
+        ring()
+        until(lambda: mapper.pages)
     rests = min(growths + 1, PAUSES)
     assert mapped[:rests] == [0] * rests
     mapper.stop()

@@ -43,7 +43,7 @@ def test_notebooks_run(paths: list[Path], device: str) -> None:
         notebook, km=kernel, timeout=1200, startup_timeout=600, resources={"metadata": {"path": str(ROOT)}}
     )
     notebook.cells.append(nbformat.v4.new_code_cell("import sys, torch; sys.executable, torch.cuda.is_available()"))
-    client.execute(env=environment)
+    client.execute(env=environment, cleanup_kc=True)
     assert notebook.cells[-1].outputs[0].data["text/plain"] == repr((sys.executable, device == "cuda"))
     drawn = [
         kind

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import on_driver, small_driver, soon
+from conftest import calls, on_driver, small_driver
 from faulty import FaultyDriver
 from simulated_device import NotReady, SimulatedDevice
 from test_prefixes import World
@@ -378,6 +378,7 @@ def test_the_thread_does_it() -> None:
             first.extend(10)
         first.commit(KNOWN)
         held = [cache.sequence(token_ids=[*KNOWN, 9]) for _ in range(HOT)]
-        soon(lambda: cache.stats().promoted_pages == 32)
+        with calls(Mapper, "wait") as until:
+            until(lambda: cache.stats().promoted_pages == 32)
         cache.check()
         assert [sequence.cached_tokens for sequence in held] == [len(KNOWN)] * HOT

@@ -1,6 +1,7 @@
 """`vmmkv serve`: many clients of transformers' server on rows get the text that `generate` makes, and leave nothing.
 
-The server runs in a thread of the tests. Prompts are random words, of which the model is never in doubt what follows.
+The server runs in a thread of its test, and ends with the test. Prompts are random words, of which the model is never
+in doubt what follows.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import os
 import re
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import typer
-from conftest import soon
+from conftest import PATIENCE, calls, join
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -44,9 +44,10 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
+import uvicorn  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from transformers.cli.serving import utils as their_utils  # noqa: E402
-from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
+from transformers.cli.serving.model_manager import ModelManager, TimedModel  # noqa: E402
 from transformers.cli.serving.utils import CBStreamer, Modality  # noqa: E402
 
 from vmmkv.integrations import serving  # noqa: E402
@@ -54,8 +55,10 @@ from vmmkv.integrations.serving_requests import check_fields  # noqa: E402
 
 NEW = 24
 """Tokens of an answer."""
-ENDLESS = 130_000
-"""Tokens that nobody waits for."""
+ENDLESS = 8_000
+"""Tokens of an answer that its test does not wait for."""
+ROW = 8_192
+"""Tokens of the longest request."""
 RAISES = "a message that the chat template refuses"
 TEMPLATE = (
     "{% for message in messages %}{{ raise_exception('no') if message['content'] == '"
@@ -86,29 +89,31 @@ def keeps_states(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def server(*arguments: str, device: str = "cpu") -> Iterator[str]:
-    """What the command line does, but for how it shows errors: a server at work, by its address. Afterwards none of its
-    threads is left."""
-    before = lasting_threads()
+    """Runs the server as the command line does, but for how it shows errors; yields its address."""
     options = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--non-blocking"]
     command = typer.main.get_command(app)
-    made: Any = command.main(["serve", *options, *arguments], standalone_mode=False)
+    started, startup = threading.Event(), uvicorn.Server.startup
+
+    async def start(*args: Any, **kwargs: Any) -> None:
+        try:
+            await startup(*args, **kwargs)
+        finally:
+            started.set()
+
+    with patch.object(uvicorn.Server, "startup", start):
+        made: Any = command.main(["serve", *options, *arguments], standalone_mode=False)
+        assert started.wait(PATIENCE)
     try:
-        soon(lambda: made.server.started)
         yield "http://127.0.0.1:{1}".format(*made.server.servers[0].sockets[0].getsockname())
     finally:
         made.server.should_exit = True
         vmmkv.publication.unpublish()
-        soon(lambda: not lasting_threads() - before)
+        join(made._thread)
 
 
-def lasting_threads() -> set[threading.Thread]:
-    """Those that keep a process alive; the event loop's executor does not, at the end of one."""
-    return {each for each in threading.enumerate() if not (each.daemon or each.name.startswith("asyncio_"))}
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def address(llama: str) -> Iterator[str]:
-    with server("--max-bytes", "256MiB", "--max-seq-len", "131072", "--idle-seconds", "0") as address:
+    with server("--max-bytes", "256MiB", "--max-seq-len", str(ROW), "--idle-seconds", "0") as address:
         yield address
 
 
@@ -192,13 +197,17 @@ def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, lla
             left = [leave(llama, server, answer.prompt) for answer in expected[:8]]
             return await asyncio.gather(*asked, *left)
 
-    assert asyncio.run(all_at_once())[:56] == [answer.text for answer in expected]
-    soon(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
-    soon(lambda: metrics(address)["vmmkv:physical_bytes"] == 0)
+    with patch.object(RowManager, "cancel_request", autospec=True, side_effect=RowManager.cancel_request) as cancel:
+        assert asyncio.run(all_at_once())[:56] == [answer.text for answer in expected]
+        with calls(RowManager, "_generation_loop_body") as until:
+            until(lambda: cancel.call_count == 8)
+            until(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
+            until(lambda: metrics(address)["vmmkv:physical_bytes"] == 0)
     told = metrics(address)
     assert told["vmmkv:pages_created_total"] > 0
     assert told["vmmkv:limit_bytes"] == 256 << 20
-    soon(lambda: (pool := published()) and pool["pages_created"] > 0 and pool["physical_bytes"] == 0)
+    with calls(vmmkv.publication.Publisher, "write") as until:
+        until(lambda: (pool := published()) and pool["pages_created"] > 0 and pool["physical_bytes"] == 0)
 
 
 @pytest.mark.gpu
@@ -277,7 +286,7 @@ def test_who_was_served_is_told_of_the_end_of_a_batch(llama: str, monkeypatch: p
                 await streamed(server)
 
     monkeypatch.setattr(RowProcessor, "_generation_step", fail)
-    with server("--max-bytes", "64MiB", "--max-seq-len", "131072") as address:
+    with server("--max-bytes", "64MiB", "--max-seq-len", str(ROW)) as address:
         asyncio.run(told())
 
 
@@ -286,7 +295,7 @@ def test_who_does_not_fit_is_told_what_would_help(llama: str) -> None:
     [answer] = answers(1)
 
     async def told() -> str:
-        with server("--max-bytes", "2MiB", "--max-seq-len", "131072") as address:
+        with server("--max-bytes", "2MiB", "--max-seq-len", str(ROW)) as address:
             async with client(address) as server_of_ours:
                 prompt = " ".join(["w5"] * 5_000)
                 with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
@@ -311,7 +320,8 @@ def test_who_is_named_late_misses_no_token(address: str, llama: str, monkeypatch
 
     class LateStreamer(CBStreamer):
         def __init__(self, manager: Any, *args: Any, **kwargs: Any) -> None:
-            soon(lambda: manager.input_queue.empty() and not manager.batch_processor.has_pending_requests())
+            with calls(RowManager, "_generation_loop_body") as until:
+                until(lambda: manager.input_queue.empty() and not manager.batch_processor.has_pending_requests())
             super().__init__(manager, *args, **kwargs)
 
     async def one() -> str:
@@ -334,7 +344,7 @@ def test_clients_are_told_why_they_are_refused(address: str, llama: str, keeps_s
         async with client(address) as server:
             with pytest.raises(openai.BadRequestError, match="keeps something else"):
                 await ask(keeps_states, server, answer.prompt, chat=False, stream=False)
-            with pytest.raises(openai.BadRequestError, match=f"{ENDLESS + 2000} new ones; a row is 131072 long"):
+            with pytest.raises(openai.BadRequestError, match=f"{ENDLESS + 2000} new ones; a row is {ROW} long"):
                 await server.completions.create(model=llama, prompt=answer.prompt, max_tokens=ENDLESS + 2000)
             with pytest.raises(openai.BadRequestError, match="no input_ids"):
                 await ask(llama, server, "", chat=False, stream=False)
@@ -538,14 +548,10 @@ def test_a_server_that_has_its_model_warms_up_before_anybody_asks(llama: str) ->
             (manager,) = warm.call_args.args
             assert manager.is_running()
             with patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request) as asked:
-                openai.OpenAI(base_url=f"{address}/v1", api_key="none").completions.create(
-                    model=llama, prompt="w1 w2", max_tokens=2
-                )
+                complete(address, llama)
             assert asked.call_args.args[0] is manager
         with server("--max-bytes", "64MiB") as address:
-            openai.OpenAI(base_url=f"{address}/v1", api_key="none").completions.create(
-                model=llama, prompt="w1 w2", max_tokens=2
-            )
+            complete(address, llama)
         assert warm.call_count == 1
 
 
@@ -590,13 +596,13 @@ def complete(address: str, model: str) -> str:
 
 
 @contextmanager
-def loaded_models() -> Iterator[list[weakref.ref[Any]]]:
-    """The models that servers have loaded meanwhile."""
+def loaded_models(when_gone: Callable[[Any], object] | None = None) -> Iterator[list[weakref.ref[Any]]]:
+    """The models that servers have loaded meanwhile; `when_gone` is called at the end of each."""
     models, load = [], ModelManager._load_model
 
     def note(manager: ModelManager, *args: Any, **kwargs: Any) -> Any:
         model = load(manager, *args, **kwargs)
-        models.append(weakref.ref(model))
+        models.append(weakref.ref(model, when_gone))
         return model
 
     with patch.object(ModelManager, "_load_model", note):
@@ -638,44 +644,77 @@ def test_a_model_that_is_loaded_again_is_there_once(llama: str) -> None:
 
 def test_a_model_that_was_unloaded_leaves_nothing(llama: str) -> None:
     """Though nobody asks for another one."""
-    with loaded_models() as models, server("--max-bytes", "64MiB", "--model-timeout", "1") as address:
+    gone = threading.Semaphore(0)
+    options = ["--max-bytes", "64MiB", "--model-timeout", "1"]
+    with loaded_models(lambda _: gone.release()) as models, server(*options) as address:
         for _ in range(2):
             complete(address, llama)
-            soon(lambda: models[-1]() is None)
+            assert gone.acquire(timeout=PATIENCE)
     assert len(models) == 2
 
 
-def test_a_model_that_answers_is_not_unloaded(llama: str) -> None:
-    """However long it takes: who asks meanwhile would end the answer."""
+class StoppedTimer:
+    """Stands in for `threading.Timer`: the test's machine may be too busy for timers to be set back in time."""
 
-    async def two(address: str) -> None:
+    def __init__(self, *_: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    cancel = start
+
+
+def test_a_model_that_answers_is_not_unloaded(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes, its timer is set back: who asks meanwhile would end the answer."""
+    monkeypatch.setattr(threading, "Timer", StoppedTimer)
+
+    async def two(address: str, until: Callable[[Callable[[], object]], None]) -> None:
         async with client(address) as server:
             stream = await server.completions.create(model=llama, prompt="w5", max_tokens=ENDLESS, stream=True)
             chunks = aiter(stream)
-            until = time.monotonic() + 2.5
-            while time.monotonic() < until:
-                await anext(chunks)
+            await anext(chunks)
+            before = reset.call_count
+            await asyncio.to_thread(until, lambda: reset.call_count >= before + 3)
             await ask(llama, server, "w6", chat=False, stream=False)
             await anext(chunks)
             await stream.close()
 
-    limits = ["--max-bytes", "64MiB", "--max-seq-len", "131072", "--model-timeout", "1"]
-    with loaded_models() as models, server(*limits) as address:
-        asyncio.run(two(address))
+    limits = ["--max-bytes", "64MiB", "--max-seq-len", str(ROW), "--model-timeout", "1"]
+    spy = patch.object(TimedModel, "reset_timer", autospec=True, side_effect=TimedModel.reset_timer)
+    with spy as reset, calls(TimedModel, "reset_timer") as until, loaded_models() as models, server(*limits) as address:
+        asyncio.run(two(address, until))
         assert len(models) == 1
 
 
-def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(llama: str, tmp_path: Path) -> None:
+def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request for another model ends it, and is answered."""
     other = save("llama-gqa", tmp_path)
+    may_go_on, step, stop = threading.Event(), RowProcessor._generation_step, RowManager.stop
+    may_go_on.set()
+
+    def wait_and_step(*args: Any) -> None:
+        assert may_go_on.wait(PATIENCE)
+        step(*args)
+
+    def stop_at_once(*args: Any, hard_stop: bool = False, **kwargs: Any) -> None:
+        if hard_stop:
+            may_go_on.set()
+        stop(*args, hard_stop=hard_stop, **kwargs)
+
+    monkeypatch.setattr(RowProcessor, "_generation_step", wait_and_step)
+    monkeypatch.setattr(RowManager, "stop", stop_at_once)
+    spy = patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request)
 
     async def two(address: str) -> None:
         async with client(address) as server:
             given: dict[str, Any] = {"model": llama, "prompt": "w5", "max_tokens": ENDLESS}
-            stream = await server.completions.create(**given, stream=True)
+            with spy as added, calls(RowManager, "add_request") as until:
+                stream = await server.completions.create(**given, stream=True)
+                plain = asyncio.create_task(server.completions.create(**given))
+                await asyncio.to_thread(until, lambda: added.call_count == 2)
             await anext(aiter(stream))
-            plain = asyncio.create_task(server.completions.create(**given))
-            await anext(aiter(stream))
+            may_go_on.clear()  # these answers take as long as they may
             assert await ask(other, server, "w6", chat=False, stream=False)
             with pytest.raises(openai.InternalServerError, match="finished before this request"):
                 await plain
@@ -684,7 +723,7 @@ def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(llama: str, tm
                     pass
             assert "finished before this request" in f"{cut_off.value.body}"
 
-    with server("--max-bytes", "64MiB", "--max-seq-len", "131072") as address:
+    with server("--max-bytes", "64MiB", "--max-seq-len", str(ROW)) as address:
         asyncio.run(two(address))
 
 
@@ -719,25 +758,22 @@ def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: P
 
 def test_a_server_whose_warm_up_fails_says_why_and_is_none(llama: str) -> None:
     """To who started it, not to a log of the event loop's."""
-    before = lasting_threads()
     with pytest.raises(vmmkv.BudgetError, match="1KiB"), server("--max-bytes", "1KiB", llama):
         pass
     fails = patch.object(ModelRunner, "warmup", side_effect=RuntimeError("no graph"))
     with fails, pytest.raises(RuntimeError, match="no graph"), server("--max-bytes", "64MiB", llama):
         pass
-    assert not lasting_threads() - before
 
 
 def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
     """With the batches that it had started."""
-    before, start = lasting_threads(), RowManager.start
+    start = RowManager.start
     with server("--max-bytes", "64MiB") as address, patch.object(RowManager, "start", autospec=True) as started:
         started.side_effect = start
         arguments = ["serve", "--device", "cpu", "--host", "127.0.0.1", "--port", address.rpartition(":")[2], llama]
         with pytest.raises(SystemExit):
             typer.main.get_command(app).main([*arguments, "--max-bytes", "64MiB"], standalone_mode=False)
     assert started.call_count == 1
-    soon(lambda: not lasting_threads() - before)
 
 
 def test_a_server_of_what_is_not_text_starts() -> None:

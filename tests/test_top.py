@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, run_python, soon
+from conftest import ROUNDS, calls, join, run_python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -66,7 +66,7 @@ def shown(pool: vmmkv.FramePool) -> dict[str, Any]:
 def publishing(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs code in a process that publishes all the time."""
     begin = """
-        import os, sys, time
+        import os, sys
         from pathlib import Path
         import vmmkv
         from vmmkv import publication
@@ -85,20 +85,32 @@ def test_what_is_published_is_shown_and_follows(tmp_path: Path) -> None:
     vmmkv.publish()
     found = shown(pool)
     assert (found["limit_bytes"], found["physical_bytes"], found["holders"]) == (160 << 10, 0, 1)
-    with cache.sequence(20):
-        soon(lambda: shown(pool)["tokens"] == 20)
+    with cache.sequence(20), calls(publication.Publisher, "write") as until:
+        until(lambda: shown(pool)["tokens"] == 20)
         found = shown(pool)
         assert (found["used_bytes"], found["sequences"]) == (3 * 4096, 1)
         assert found["driver_calls"]["map"]["count"] == 3
-    soon(lambda: shown(pool)["sequences"] == 0)
+    with calls(publication.Publisher, "write") as until:
+        until(lambda: shown(pool)["sequences"] == 0)
     vmmkv.unpublish()
     assert top() == []
     assert not files(tmp_path)
 
 
 def test_a_killed_process_is_gone_from_the_table_and_its_file_too(tmp_path: Path) -> None:
-    """Killed in the middle of writing, like as not."""
-    process = publishing("time.sleep(0.05); os.kill(os.getpid(), 9)", tmp_path)
+    """Killed in the middle of writing."""
+    process = publishing(
+        """
+        import json, threading
+        def write_half(record, file):
+            file.write(json.dumps(record)[:9])
+            file.flush()
+            os.kill(os.getpid(), 9)
+        json.dump = write_half
+        threading.Event().wait()
+        """,
+        tmp_path,
+    )
     assert process.returncode == -9
     assert files(tmp_path)
     assert top() == []
@@ -106,7 +118,7 @@ def test_a_killed_process_is_gone_from_the_table_and_its_file_too(tmp_path: Path
 
 
 KILLED = """
-    import os, random, signal, sys, time
+    import os, random, signal, sys
     from pathlib import Path
     import vmmkv
     from vmmkv import publication
@@ -134,8 +146,9 @@ KILLED = """
         child = os.fork()
         if child == 0:
             serve()
-        until = time.monotonic() + random.expovariate(1 / 0.02)
-        while time.monotonic() < until or not seen:  # the first one lives until it was seen
+        reads = int(random.expovariate(1 / 30))
+        while reads > 0 or not seen:  # the first one lives until it was seen
+            reads -= 1
             for record in publication.read_all():
                 assert record["pid"] == child
                 seen += len(record["pools"])
@@ -163,7 +176,8 @@ def test_what_is_shown_is_always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "INTERVAL", 0)
     vmmkv.publish()
     times = {publication.read_all()[0]["time"] for _ in range(300)}
-    soon(lambda: publication.read_all()[0]["time"] > min(times))
+    with calls(publication.Publisher, "write") as until:
+        until(lambda: publication.read_all()[0]["time"] > min(times))
 
 
 def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path: Path) -> None:
@@ -341,8 +355,7 @@ def test_many_threads_publish_once(tmp_path: Path) -> None:
     threads = [threading.Thread(target=vmmkv.publish) for _ in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join(*threads)
     assert len([thread for thread in threading.enumerate() if thread.name == "vmmkv-publisher"]) == 1
     vmmkv.unpublish()
     assert not files(tmp_path)
@@ -357,7 +370,7 @@ def test_the_end_does_not_wait_for_a_pool_that_somebody_keeps(tmp_path: Path) ->
         def keep():
             with cache.pool.monitor.lock:
                 kept.set()
-                time.sleep(1000)
+                threading.Event().wait()
         threading.Thread(target=keep, daemon=True).start()
         kept.wait()
         """,

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import few
+from conftest import few, seed_alone
 from generation import caches, left_padding, random_tokens, vmm_cache
 from parity import reference_kernels
 from parity.models import build
@@ -327,7 +327,7 @@ def test_a_decoder_that_looks_both_ways(padded: bool) -> None:
     config = LlamaConfig(**{**WIDE_MODELS["llama-gqa-wide"][2], "is_causal": False})
     logits = []
     for name in ("eager", "vmmkv"):
-        torch.manual_seed(0)
+        seed_alone(0)
         model = LlamaForCausalLM._from_config(copy.deepcopy(config), attn_implementation=name).eval()
         tokens = random_tokens(model, 2, 8)
         mask = left_padding(tokens) if padded else torch.ones_like(tokens)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
 import torch
-from conftest import soon
+from conftest import PATIENCE
 from generation import LENGTHS, PAGE_SIZE, random_tokens, vmm_cache
 from tiny_models import DECODER, WINDOW, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
@@ -127,12 +128,14 @@ def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) 
 def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
     cache = vmm_cache(tiny_model("gemma3", "sdpa", device).config, device)
     forward(cache, 1, 9, device)
+    ended = threading.Event()
     (pool,) = map(weakref.ref, cache.pools)
+    weakref.finalize(pool(), ended.set)
     gc.collect()
     assert pool() is not None
     del cache
     gc.collect()
-    soon(lambda: pool() is None)  # the mapper may be at work for it
+    assert ended.wait(PATIENCE)  # the mapper may be at work for it
 
 
 def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver
+from conftest import ROUNDS, on_driver, seed_alone
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, inside_a_graph, left_padding, random_tokens
 from tiny_models import DECODER, tiny_model
@@ -99,7 +99,7 @@ def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> Non
         family.append(copy.deepcopy(family[1]))
         for seed, each in enumerate(family):
             tokens = torch.cat([prompt, random_tokens(model, rows, 3, seed=seed)], dim=1)[:: mode.get("num_beams", 1)]
-            torch.manual_seed(seed)
+            seed_alone(seed)
             arguments = {"do_sample": False, **mode, "attention_mask": extended(mask, tokens, rows)}
             arguments |= {"max_new_tokens": 12, "min_new_tokens": 12}
             results.append(model.generate(tokens, past_key_values=each, **arguments))
@@ -308,7 +308,7 @@ def test_answers_to_one_prompt(name: str, compile: bool, mode: dict) -> None:
         cache.batch_repeat_interleave(6)
         if isinstance(cache, VmmCache):
             took.append((before, used(cache)))
-        torch.manual_seed(3)
+        seed_alone(3)
         arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": torch.ones_like(prompt)}
         outputs.append(model.generate(prompt, past_key_values=cache, **arguments))
     assert torch.equal(*outputs)
@@ -350,7 +350,7 @@ def test_generate_comes_to_hold_a_prompt_once(name: str, compile: bool, mode: di
                 took.append((longest.stats().pages["used"], ids.shape[1] * longest.layout.token_bytes, parts))
             return scores
 
-        torch.manual_seed(3)
+        seed_alone(3)
         arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": left_padding(prompts)}
         outputs.append(model.generate(prompts, past_key_values=cache, logits_processor=[look], **arguments))
     assert torch.equal(*outputs)

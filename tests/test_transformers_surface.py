@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import each_with_few, open_drivers_with, run_python
+from conftest import each_with_few, open_drivers_with, run_python, seed_alone
 from generation import LENGTHS, PAGE_SIZE, caches, random_tokens, vmm_cache
 from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -102,7 +102,7 @@ HYBRIDS = {
 def make_model(model_class: str, config_class: str, sizes: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
     config = getattr(transformers, config_class)
     modeling = importlib.import_module(config.__module__.replace("configuration", "modeling"))
-    torch.manual_seed(0)
+    seed_alone(0)
     return getattr(modeling, model_class)._from_config(config(**sizes), attn_implementation=attention).eval()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 import transformers
+from conftest import seed_alone
 from transformers import PreTrainedModel
 
 WINDOW = 7
@@ -158,7 +158,7 @@ def tiny_model(name: str, attention: str, device: str, seed: int = 0) -> PreTrai
     """A model in fp32 with random weights; the same one for the same arguments."""
     family, head, sizes = {**MODELS, **WIDE_MODELS, **LEAST_MODELS}[name]
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    torch.manual_seed(seed)
+    seed_alone(seed)
     model = getattr(transformers, family + head)._from_config(config(**sizes), attn_implementation=attention)
     return model.to(device).eval()
 
