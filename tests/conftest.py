@@ -240,9 +240,9 @@ def calls(owner: Any, name: str) -> Iterator[Callable[[Callable[[], object]], No
 
 
 def join(*threads: threading.Thread) -> None:
-    """Waits for the end of threads."""
+    """Waits for the end of threads, however much they have to do when there are many rounds."""
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(PATIENCE * ROUNDS)
         assert not thread.is_alive(), f"{thread.name} runs for ever"
 
 

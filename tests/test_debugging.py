@@ -311,7 +311,7 @@ def failed_calls() -> None:
 def threads() -> None:
     pool = vmmkv.FramePool("480KiB", device="cpu", page_size=4096)
     caches = [vmmkv.KVCache(layout(), 8, 120, pool=pool, lookahead=20 * index, scrub=index == 1) for index in range(3)]
-    Crew(caches, 0.5).run(4)
+    Crew(caches, 50).run(4)
 
 
 PROPERTIES = {

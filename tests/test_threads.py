@@ -6,11 +6,9 @@ for the device, so that pages leave their rows while work that reads them is sti
 
 from __future__ import annotations
 
-import faulthandler
 import random
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver
+from conftest import PATIENCE, ROUNDS, join, on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from interruption import disturbed, interrupted
 
@@ -29,10 +27,8 @@ import vmmkv
 from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, SuspendedError
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
-SECONDS = (5 if torch.cuda.is_available() else 2) * ROUNDS
-"""For `test_eight_threads`; its fellow takes half as many."""
-PATIENCE = 300
-"""Seconds after which somebody waits for ever."""
+STEPS = (250 if torch.cuda.is_available() else 100) * ROUNDS
+"""Of each of eight threads."""
 
 
 class Worker:
@@ -56,11 +52,11 @@ class Worker:
         self.steps = 0
 
     def work(self) -> None:
-        """Takes steps, at least one, until the time is over or somebody has failed."""
+        """Takes its steps, or fewer if a thread has failed."""
         own = self.streams[0]
         try:
             with torch.cuda.stream(own) if own else nullcontext():
-                while (time.monotonic() < self.crew.until or not self.steps) and not self.crew.failures:
+                while self.steps < self.crew.steps and not self.crew.failures:
                     with suppress(OutOfPagesError, OutOfRowsError):
                         self.step()
                     self.look()
@@ -194,9 +190,11 @@ class Sharer:
         self.live: list[Prompt] = []
 
     def work(self) -> None:
-        """Takes steps until the time is over or somebody has failed."""
+        """Takes its steps, or fewer if a thread has failed."""
         try:
-            while time.monotonic() < self.crew.until and not self.crew.failures:
+            for _ in range(self.crew.steps):
+                if self.crew.failures:
+                    break
                 with suppress(OutOfPagesError, OutOfRowsError, OutOfHostMemoryError, SuspendedError):
                     self.step()
                 for prompt in self.chance.sample(self.live, min(2, len(self.live))):
@@ -255,25 +253,21 @@ class Sharer:
 
 
 class Crew:
-    """Threads that use caches until the time is over; the first failure ends all."""
+    """Threads that use caches, each for so many steps; the first failure ends all."""
 
-    def __init__(self, caches: list[vmmkv.KVCache], seconds: float, kind: type[Worker | Sharer] = Worker) -> None:
+    def __init__(self, caches: list[vmmkv.KVCache], steps: int, kind: type[Worker | Sharer] = Worker) -> None:
         self.caches, self.kind = caches, kind
         self.prompts: deque[list[int]] = deque(maxlen=40)
         """Ids that were made known last."""
-        self.until = time.monotonic() + seconds
+        self.steps = steps
         self.failures: list[BaseException] = []
 
     def run(self, threads: int) -> None:
-        faulthandler.dump_traceback_later(self.until - time.monotonic() + PATIENCE)
         workers = [self.kind(self, number) for number in range(threads)]
         crew = [threading.Thread(target=worker.work, daemon=True) for worker in workers]
         for thread in crew:
             thread.start()
-        for thread in crew:
-            thread.join(max(self.until - time.monotonic(), 0) + PATIENCE)
-            assert not thread.is_alive(), "somebody waits for ever"
-        faulthandler.cancel_dump_traceback_later()
+        join(*crew)
         if self.failures:
             raise self.failures[0]
 
@@ -307,7 +301,7 @@ def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
             )
             for index in range(num_caches)
         ]
-        Crew(caches, SECONDS / 4).run(8)
+        Crew(caches, STEPS).run(8)
         for cache in caches:
             cache.check()
             assert cache.stats().tokens == 0
@@ -334,7 +328,7 @@ def test_eight_threads_begin_alike(layers_per_range: int) -> None:
             vmmkv.KVCache(layout, 24, 200, **options, guaranteed=pages * size, large_frames=pages > 0)
             for pages in (0, 20)
         ]
-        Crew(caches, SECONDS / 4, Sharer).run(8)
+        Crew(caches, STEPS, Sharer).run(8)
         for cache in caches:
             cache.check()
             assert cache.stats().tokens == 0
@@ -524,8 +518,7 @@ def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
     while not ended or ended[-1] is None:
         thread = threading.Thread(target=check, args=[line := len(ended) + 1], daemon=True)
         thread.start()
-        thread.join(PATIENCE)
-        assert not thread.is_alive(), "somebody waits for ever"
+        join(thread)
         assert len(ended) == line
 
 
