@@ -15,9 +15,12 @@ demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"
 	$(BIN)/vmmkv demo
 
-test: .venv/test
+# A process for each core; with a GPU one process. A test that hangs fails after 15 minutes, and where it does not even
+# notice that, its process ends. More arguments: `make test PYTEST="--exitfirst"`.
+test: .venv/test | .venv/transformers-newest
 	@echo "== Running the tests (those that need a GPU run where there is one)"
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses auto --timeout 900 \
+		-o faulthandler_timeout=1000 -o faulthandler_exit_on_timeout=true $(PYTEST)
 
 benchmarks: .venv/benchmarks
 	@for name in $(BENCHMARKS); do echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name || exit; done
@@ -35,6 +38,10 @@ lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A few tests run with the newest transformers, too; they are skipped where it cannot be had.
+.venv/transformers-newest: | .venv/test
+	-$(BIN)/pip install --quiet --no-deps --no-compile --target $@ transformers==5.24.0
 
 EXTRAS_demo := bench
 EXTRAS_test := test

@@ -185,7 +185,9 @@ def allocator(result: Result) -> str:
 
 @table("fences_gpu.json")
 def fences(result: Result) -> str:
-    rows = [(row["call"], f"{row['us']:.2f} µs ({row['p10_us']:.2f} to {row['p90_us']:.2f})") for row in result["calls"]]
+    rows = [
+        (row["call"], f"{row['us']:.2f} µs ({row['p10_us']:.2f} to {row['p90_us']:.2f})") for row in result["calls"]
+    ]
     return markdown(("call", "takes"), rows)
 
 

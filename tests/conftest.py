@@ -143,6 +143,12 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process for each core. With a GPU none beside this one: tests count the memory of a GPU, which is one."""
+    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes, neighbours stay in one: they share what is made once, like models and fixtures."""
     from xdist.scheduler import WorkStealingScheduling

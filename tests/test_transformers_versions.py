@@ -1,10 +1,7 @@
-"""A few tests with the newest transformers that is known here, in a process of their own. `VMMKV_TRANSFORMERS` names
-the folder where it is: `pip install --no-deps --target FOLDER transformers==5.24.0`.
-"""
+"""A few tests with the newest transformers that is known here, in a process of their own. `make test` installs it."""
 
 from __future__ import annotations
 
-import os
 from textwrap import dedent
 
 import pytest
@@ -13,6 +10,7 @@ from conftest import ROOT, run_python
 
 from vmmkv.integrations.batching import TESTED
 
+NEWEST = ROOT / ".venv" / "transformers-newest"
 BATCHING = "test_all_kinds_of_models_give_the_tokens_of"
 TESTS = [
     *(
@@ -32,9 +30,8 @@ TESTS = [
 
 def test_the_newest_version_gives_the_same_tokens() -> None:
     """In batches, made ahead as well, behind the server, and with a `VmmCache`; and layouts are those of its caches."""
-    folder = os.environ.get("VMMKV_TRANSFORMERS")
-    if not folder:
-        pytest.skip(f"VMMKV_TRANSFORMERS names no folder with transformers {TESTED[-1]}")
+    if not NEWEST.is_dir():
+        pytest.skip(f"there is no transformers {TESTED[-1]} in {NEWEST.relative_to(ROOT)}")
     code = """
         import transformers
         import pytest
@@ -42,7 +39,7 @@ def test_the_newest_version_gives_the_same_tokens() -> None:
         sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
     """
     tests = [str(ROOT / "tests" / name) for name in TESTS]
-    child = run_python(f"sys.path[:0] = {[folder, str(ROOT)]!r}\n" + dedent(code), *tests)
+    child = run_python(f"sys.path[:0] = {[str(NEWEST), str(ROOT)]!r}\n" + dedent(code), *tests)
     assert child.returncode == 0, child.stdout + child.stderr
     version = child.stdout.split()[0]
     assert version.startswith(f"{TESTED[-1]}.")
