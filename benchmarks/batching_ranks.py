@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -124,7 +123,7 @@ def measure(found: dict[Turn, tuple[Row, Answers]], asked: Asked, rounds: int, d
         if began + longest < deadline:
             with TemporaryDirectory() as folder:
                 try:
-                    run_processes(ranks, work, ranks, free_port(), folder, began, number, asked)
+                    run_processes(ranks, work, ranks, folder, began, number, asked)
                 finally:
                     written = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
                     if all(path.exists() for path in written):
@@ -172,17 +171,10 @@ def title(ranks: int, number: int) -> str:
     return f"{ranks} {'rank' if ranks == 1 else 'ranks'}, round {number + 1}"
 
 
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 # ------------------------------------------------------------------ in each process
 
 
-def work(rank: int, ranks: int, port: int, folder: str, began: float, number: int, asked: Asked) -> None:
+def work(rank: int, ranks: int, folder: str, began: float, number: int, asked: Asked) -> None:
     """What each process does: it serves a round, and writes what was found. The first says what it does when."""
     say = teller(title(ranks, number), began, is_heard=rank == 0)
     say("imported")
@@ -190,11 +182,11 @@ def work(rank: int, ranks: int, port: int, folder: str, began: float, number: in
     if asked.on_gpus:
         torch.cuda.set_device(device)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     model: Any = build(asked.model, asked.layers, device)
     config = model.config
     if ranks > 1:
-        dist.init_process_group("nccl" if asked.on_gpus else "gloo", timeout=timedelta(minutes=5))
+        backend, meet = "nccl" if asked.on_gpus else "gloo", f"file://{folder}/store"
+        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
         parallel, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks), device_map=None)
         model = type(model).maybe_distribute_model(model, parallel, mesh)
         beside = dist.new_group(backend="gloo")  # the model's own group is the manager's while it runs
