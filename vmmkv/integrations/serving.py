@@ -65,6 +65,9 @@ HANDLERS = (
 NAMES = {"GenerationState", "build_server", *(name for _, name, _ in HANDLERS)}
 """What `Serve` imports while it is made, and finds something else."""
 OFF = "--no-continuous-batching"
+COLLECTIONS = 3
+"""How often garbage is collected for a model that was unloaded: one collection does nothing while another thread
+collects, or a request that has just been answered still holds the model."""
 
 
 def serve(
@@ -151,6 +154,8 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         super().__init__(**options)
         self._to_rows = to_rows
         self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
+        self._uncollected = 0
+        """How often to collect garbage until a model whose batches have ended is gone."""
 
     def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
         """Says whether a model is batched continuously, and sees to it that it can be.
@@ -174,6 +179,9 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         if batches is not None and not any(batches.model is each for each in models):
             self.shutdown()
             del batches
+            self._uncollected = COLLECTIONS
+        if self._uncollected:
+            self._uncollected -= 1
             gc.collect()  # a model on rows holds itself
 
     def answering(self) -> Any:
