@@ -156,13 +156,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
+_at_first = leftovers.Living()
+"""What there was when the test began."""
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """Fails a test that leaves a thread, a child process or a listening socket behind. A fixture with a wider scope
     starts what it needs before this one, and ends it."""
-    before = leftovers.Living()
+    global _at_first
+    _at_first = leftovers.Living()
     yield
-    if left := leftovers.left_since(before):
+    if left := leftovers.left_since(_at_first):
         pytest.fail(f"left behind: {', '.join(left)}")
 
 
@@ -256,9 +261,9 @@ def seed_alone(number: int) -> None:
     """Seeds torch's global generator, for a test in which no other thread may draw from it.
 
     Raises:
-        AssertionError: other threads run, and the numbers would depend on which thread draws first.
+        AssertionError: the test has other threads, and the numbers would depend on which thread draws first.
     """
-    others = leftovers.drawing_threads()
+    others = leftovers.drawing_threads(_at_first)
     assert not others, f"the global generator is seeded while other threads run: {others}"
     torch.manual_seed(number)
 

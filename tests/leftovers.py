@@ -15,8 +15,6 @@ PATIENCE = float(os.environ.get("VMMKV_LEFTOVERS_SECONDS", "30"))
 """Seconds that threads and processes have to end after their test has told them to."""
 OF_RUN: set[int] = set()
 """Child processes that serve all tests of a run."""
-AT_FIRST = frozenset(threading.enumerate())
-"""The threads of pytest itself: with several processes each has one that talks to the first process."""
 OF_LIBRARIES = ("TMonitor",)
 """Classes of threads that a library starts once and never ends: tqdm's monitor of progress bars."""
 DRAW_NOTHING = ("vmmkv-mapper", "vmmkv-publisher")
@@ -52,10 +50,9 @@ def left_since(before: Living) -> list[str]:
     return left
 
 
-def drawing_threads() -> list[str]:
-    """Names of the threads, beside this one and those of pytest, that may draw from a global random generator."""
-    others = Living().threads - AT_FIRST - {threading.current_thread()}
-    return [each.name for each in others if each.name not in DRAW_NOTHING]
+def drawing_threads(before: Living) -> list[str]:
+    """Names of the threads started since that may draw from a global random generator."""
+    return [each.name for each in Living().threads - before.threads if each.name not in DRAW_NOTHING]
 
 
 def children() -> set[int]:

@@ -25,6 +25,10 @@ CHILD = """
     def test_process():
         held.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
+    def test_generator_beside_a_thread():
+        threading.Thread(target=over.wait, name="beside", daemon=True).start()
+        seed_alone(1)
+
     def test_generator():
         seed_alone(1)
 
@@ -57,9 +61,9 @@ def test_what_a_test_leaves_fails_it(tmp_path: Path) -> None:
     environment["VMMKV_LEFTOVERS_SECONDS"] = "1"
     output = run_module("pytest", "-q", "--rootdir", str(tmp_path), str(child), env=environment).stdout
     left = dict(re.findall(r"at teardown of test_(\w+) .*?\nE +Failed: left behind: (.*?)\n", output, re.DOTALL))
-    assert left.keys() == {"thread", "server", "process"}, output
+    assert left.keys() == {"thread", "server", "process", "generator_beside_a_thread"}, output
     assert left["thread"] == "thread leaked"
     assert re.fullmatch(r"socket at \('127.0.0.1', \d+\)", left["server"])
     assert re.fullmatch(r"process \d+ \(.*input\(\)\)", left["process"])
-    assert "seeded while other threads run: ['leaked']" in output
-    assert re.search(r"^1 failed, 6 passed, .*3 errors", output, re.MULTILINE), output
+    assert "seeded while other threads run: ['beside']" in output
+    assert re.search(r"^1 failed, 7 passed, .*4 errors", output, re.MULTILINE), output

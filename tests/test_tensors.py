@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import weakref
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -248,6 +249,7 @@ def test_views_are_shared_by_clone_only(make_cache, device: str) -> None:
         with pytest.raises(TypeError, match=r"share the clone"):
             do(sequence.k(0))
         do(sequence.k(0).clone())
+    resource_sharer.stop()  # the thread that hands clones over
 
 
 def test_the_storage_of_a_view_is_the_same_object_for_ever(make_cache) -> None:
