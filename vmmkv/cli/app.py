@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 for command in (info, plan, demo, top):
     app.command()(command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.command(context_settings={"ignore_unknown_options": True})(serve)
 
 
 def run() -> None:

@@ -10,7 +10,15 @@ from ..errors import UnsupportedError
 
 
 def serve(
-    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="The model: a folder, or a repository on the hub such as org/name, org/name@revision or "
+            "org/name:file.gguf. Without one each request needs a model that is on this machine. And any options of "
+            "transformers serve, such as --host, --port and --device.",
+        ),
+    ] = None,
     max_bytes: Annotated[
         str | None, typer.Option(help="The most that K and V may take: 20GiB, or 80% of what is free.")
     ] = None,
@@ -23,11 +31,15 @@ def serve(
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; without it in the model's dtype.")
     ] = None,
+    max_request_bytes: Annotated[
+        str | None,
+        typer.Option(help="The largest body of a request: 1MiB. By default 32 bytes a token of a row, and 64 KiB."),
+    ] = None,
 ) -> object:
-    """Serve models as `transformers serve` does, with K and V of all requests in rows.
+    """Serve a model as `transformers serve` does, with K and V of all requests in rows.
 
-    The model, and all other options, are those of `transformers serve`, which lists them with `--help`; continuous
-    batching is on. `/metrics` is for Prometheus, and `vmmkv top` shows the server. Needs the extra `vmmkv[serve]`.
+    All other options are those of `transformers serve`, which lists them with `--help`; continuous batching is on.
+    `/metrics` is for Prometheus, and `vmmkv top` shows the server. Needs the extra `vmmkv[serve]`.
     """
     try:
         from ..integrations.serving import serve as serve_on_rows
@@ -36,5 +48,10 @@ def serve(
             f'asked for a server, and found none that is known here ({error}); run: pip install "vmmkv[serve]"'
         ) from error
     return serve_on_rows(
-        context.args, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
+        arguments or [],
+        max_bytes=max_bytes,
+        max_seq_len=max_seq_len,
+        idle_seconds=idle_seconds,
+        kv_dtype=kv_dtype,
+        max_request_bytes=max_request_bytes,
     )

@@ -5,6 +5,8 @@ This file is all that knows how that server is made. Some names mean something e
     Serve               GenerationState, which says whether a model is batched      RowState puts it on rows, or refuses
     Serve               build_server, which makes the app                           _build: /metrics, errors as answers
     Serve               ...Handler, which read requests                             RowHandler refuses what is not done
+    Serve               ModelManager, which loads models                            RowModelManager loads its one alone
+    Serve               uvicorn's Config and Server, which end it                   within a few seconds
     GenerationState     CBGenerateManager, which hands tokens to clients            RowGenerateManager loses none
 """
 
@@ -13,16 +15,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import json
-import uuid
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from types import FrameType
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
+import anyio
 import torch
 import typer
-from fastapi import FastAPI, Request
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -30,19 +35,14 @@ from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving import chat_completion as their_chat
 from transformers.cli.serving import completion as their_completion
+from transformers.cli.serving import model_manager as their_models
 from transformers.cli.serving import response as their_response
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager, TimedModel
-from transformers.cli.serving.utils import (
-    CBGenerateManager,
-    CBWorkerDeadError,
-    GenerationState,
-    Modality,
-    split_model_id,
-)
+from transformers.cli.serving.utils import GenerationState, Modality, split_model_id
 
-from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, BudgetError, SequenceTooLongError, UnsupportedError
 from ..layout import kv_dtype_from_name
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
@@ -50,11 +50,15 @@ from ..publication import publish
 from . import serving_fields
 from .batching import check_version
 from .batching.manager import RowManager
-from .batching.sampling import sampling, sampling_manager
+from .batching.sampling import sampling_manager
 from .continuous_batching import enable
-from .request_checks import check_length
-from .serving_requests import RowHandler, UnknownModelError
+from .serving_gate import UPLOAD, RequestGate, bytes_for, error_body
+from .serving_managers import FailedRequestError, LaterManager, RowGenerateManager
+from .serving_models import RowModelManager, UnknownModelError, split_name
+from .serving_requests import RowHandler
 from .with_names import with_names
+
+logger = logging.getLogger(__name__)
 
 HANDLERS = (
     (their_chat, "ChatCompletionHandler", serving_fields.Chat),
@@ -62,12 +66,18 @@ HANDLERS = (
     (their_response, "ResponseHandler", serving_fields.Response),
 )
 """Where those are that read requests for text, and what these have."""
-NAMES = {"GenerationState", "build_server", *(name for _, name, _ in HANDLERS)}
+NAMES = {"GenerationState", "ModelManager", "build_server", "uvicorn", *(name for _, name, _ in HANDLERS)}
 """What `Serve` imports while it is made, and finds something else."""
 OFF = "--no-continuous-batching"
 COLLECTIONS = 3
 """How often garbage is collected for a model that was unloaded: one collection does nothing while another thread
 collects, or a request that has just been answered still holds the model."""
+USUAL_TOKENS = 131_072
+"""Tokens of a row by which bodies are limited where neither a model nor an option says how many there are."""
+READERS = 2
+"""Requests that are read at a time: to tokenize a text may take 200 times its memory."""
+END_SECONDS = 2
+"""How long answers may go on when the server is told to end. A manager that stops waits as long."""
 
 
 def serve(
@@ -77,6 +87,7 @@ def serve(
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
+    max_request_bytes: float | str | None = None,
 ) -> Serve:
     """Runs the server until it ends, and publishes its pools for `vmmkv top`.
 
@@ -90,6 +101,8 @@ def serve(
         max_seq_len: tokens of the longest request.
         idle_seconds: after that long without a request memory goes back.
         kv_dtype: "fp8", "int8", or None, the model's.
+        max_request_bytes: the largest body of a request. None: 32 bytes for each token of a row, and 64 KiB; if the
+            model has no rows, 32 MiB.
 
     Returns:
         transformers' server: at once if it was told to run in a thread, otherwise when it has ended.
@@ -97,8 +110,8 @@ def serve(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model that the server is started with
             cannot run on rows.
-        ArgumentError: the arguments forbid continuous batching.
-        BudgetError: `max_bytes` is no number of bytes.
+        ArgumentError: the arguments forbid continuous batching, or there is no such model.
+        BudgetError: `max_bytes` or `max_request_bytes` is no number of bytes.
         DtypeError: there is no such kv_dtype.
     """
     check_version()
@@ -109,6 +122,9 @@ def serve(
         )
     if max_bytes is not None:
         parse_bytes(max_bytes, free=0)
+    body_bytes = None if max_request_bytes is None else parse_bytes(max_request_bytes, free=0)
+    if body_bytes == 0:  # a share of nothing is nothing, too
+        raise BudgetError(f"asked for max_request_bytes={max_request_bytes!r}; give a number of bytes, such as '1MiB'")
     if moved := NAMES - {*Serve.__init__.__code__.co_names}:
         raise UnsupportedError(f"transformers' Serve does not use {', '.join(sorted(moved))} any more")
     to_rows = functools.partial(
@@ -119,7 +135,12 @@ def serve(
     command = typer.main.get_command(app)
     with ExitStack() as stack:
         stack.enter_context(_in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)))
-        build = functools.partial(_build, their_server.build_server)
+        stack.enter_context(_in_place_of(their_models, ModelManager=RowModelManager))
+        ends_soon = functools.partial(uvicorn.Config, timeout_graceful_shutdown=END_SECONDS)
+        stack.enter_context(_in_place_of(uvicorn, Config=ends_soon, Server=EndingServer))
+        limit = functools.partial(_limit, body_bytes, max_seq_len)
+        make_app = with_names(their_server.build_server, split_model_id=split_name)
+        build = functools.partial(_build, make_app, limit)
         stack.enter_context(_in_place_of(their_server, build_server=build))
         for module, name, fields in HANDLERS:
             handler = type(name, (RowHandler, getattr(module, name)), {"fields": fields})
@@ -147,13 +168,24 @@ def _in_place_of(module: Any, **names: Any) -> Iterator[None]:
         vars(module).update(before)
 
 
+class EndingServer(uvicorn.Server):
+    """A server that ends a few seconds after the first signal, and passes over others: uvicorn would leave the app as
+    it is, and print tracebacks of what is cut off."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+
+
 class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
     """How requests are run: of models that are batched continuously, on rows."""
 
     def __init__(self, to_rows: Callable[[PreTrainedModel], None], **options: Any) -> None:
         super().__init__(**options)
         self._to_rows = to_rows
-        self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
+        self._row_tokens: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+        self.readers = anyio.CapacityLimiter(READERS)
+        """Threads that read requests."""
         self._uncollected = 0
         """How often to collect garbage until a model whose batches have ended is gone."""
 
@@ -165,17 +197,16 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         """
         if not super().use_continuous_batching(model, modality):
             return False
-        if model not in self._on_rows:
+        if model not in self._row_tokens:
             self._to_rows(model)
-            self._try_manager(model)
-            self._on_rows.add(model)
+            self._row_tokens[model] = self._try_manager(model)
         self.leave_all_but([model])
         return True
 
     def leave_all_but(self, models: Iterable[Any]) -> None:
         """Ends the batches of a model that is none of these, behind its requests. It was unloaded, or has the name of
         another: it would answer for one that was loaded in its place, beside which it would keep its memory."""
-        batches = getattr(self._cb_manager, "_cb", None)
+        batches = getattr(self._cb_manager, "batches", None)
         if batches is not None and not any(batches.model is each for each in models):
             self.shutdown()
             del batches
@@ -186,140 +217,62 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def answering(self) -> Any:
         """The model of which somebody waits for an answer, or None."""
-        batches = getattr(self._cb_manager, "_cb", None)
+        batches = getattr(self._cb_manager, "batches", None)
         return batches.model if batches is not None and batches.output_router.result_handlers else None
 
     def warm_up(self, name: str, model: Any) -> None:
         """Makes the batches of a model before anybody asks for it, with graphs of all of them."""
-        self.get_manager(name, use_cb=True).warm_up(model)
+        self._manager(name).warm_up(model)
 
     def start(self) -> None:
         """Has batches that were made before anybody asked take requests."""
         if self._cb_manager is not None:
             cast(RowGenerateManager, self._cb_manager).start()
 
+    def row_tokens(self, model: Any) -> int | None:
+        """How many tokens a row of a model has, if the model is on rows."""
+        return self._row_tokens.get(model)
+
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
-        return get(self, model_id, use_cb)
+        if use_cb:
+            return LaterManager(functools.partial(self._running, model_id, self._manager(model_id)))
+        return super().get_manager(model_id)
 
-    def _try_manager(self, model: Any) -> None:
-        """Makes a manager and drops it: so what is refused is refused before the first request."""
-        sampling_manager(model, self._cb_config).destroy()
-
-
-class FailedRequestError(VmmkvError, RuntimeError):
-    """A request has ended with an error, though it could be read: for want of memory, or in a forward pass."""
-
-
-class SampledManager:
-    """A manager, as a request that is sampled in its own way sees it."""
-
-    def __init__(self, manager: Any, told: dict[str, Any]) -> None:
-        self._manager, self._told = manager, told
-
-    def add_request(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds the request, and tells how it is sampled."""
-        try:
-            return self._manager.add_request(*args, **kwargs, **self._told)
-        except StoppedError as error:
-            raise CBWorkerDeadError(str(error)) from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
-
-
-class StreamedManager(SampledManager):
-    """The same, for a request whose answer is streamed: transformers writes an error between quotes as it is."""
-
-    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Has somebody told of what becomes of a request, in words that JSON can have between quotes."""
-
-        def tell(output: Any) -> None:
-            if output.error is not None:
-                output.error = json.dumps(output.error)[1:-1]
-            callback(output)
-
-        self._manager.register_result_handler(request_id, tell)
-
-
-class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
-    """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
-    `x-request-id`, and two may choose the same."""
-
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Starts the model's batches, which have nothing of the request that is the first. They are not warmed up: that
-        takes seconds on a GPU, in which the event loop would answer nobody."""
-        if self._cb is None:
-            self._cb = sampling_manager(model, self._cb_config)
-            self._cb.start()
-
-    def warm_up(self, model: Any) -> None:
-        """Makes the model's batches, with all graphs, before there is an event loop."""
-        self._cb = sampling_manager(model, self._cb_config)
-        self._cb.warmup()
-
-    def start(self) -> None:
-        """Starts what was warmed up."""
-        cast(RowManager, self._cb).start()
-
-    def stop(self) -> None:
-        """Ends the batches: behind answers that take two seconds at most, and the others with an error."""
-        super().stop()
-        if self._cb is not None and self._cb.is_running():
-            self._cb.stop(hard_stop=True)
-
-    def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
-        """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
-        clients that an answer of this length was cut off."""
-        assert self._cb is not None
-        ids, most = inputs["input_ids"], cast(RowManager, self._cb).options.max_seq_len
-        if ids:  # or else it is refused
-            gen_config.max_new_tokens = check_length(most, len(ids), gen_config.max_new_tokens)
-        one = CBGenerateManager(self._cb_config)
-        one._cb = cast(Any, kind(self._cb, sampling(self._cb, gen_config)))
-        return one
-
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: dict[str, Any],
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> Any:
-        """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
-        in the event loop, behind this call, for whoever is named by its end."""
-        assert self._cb is not None
-        one, name = self._for_one(StreamedManager, inputs, gen_config), str(uuid.uuid4())
-        handlers = self._cb.output_router.result_handlers
-        self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
-        try:
-            return one.generate_streaming(model, processor, inputs, gen_config, name, response_parser)
-        except BaseException:
-            handlers.pop(name, None)
-            raise
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
-    ) -> Any:
-        """Waits for the answer to a request.
+    def _running(self, model_id: str, found: RowGenerateManager, model: Any, gen_config: Any) -> RowGenerateManager:
+        """The manager of a model, at work: the one that was found when the request came, or a new one if that has ended
+        since with nothing in its place.
 
         Raises:
-            FailedRequestError: it ended with an error; transformers would answer with a status alone.
+            FailedRequestError: a request for another model has come since.
         """
-        assert self._cb is not None
-        one, name = self._for_one(SampledManager, inputs, gen_config), str(uuid.uuid4())
-        try:
-            return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
-        except Exception as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, VmmkvError | CBWorkerDeadError):
-                raise FailedRequestError(str(error)) from error
-            self._cb.output_router.result_handlers.pop(name, None)  # it was refused, and nobody is told of its end
-            raise
+        if self._cb_manager not in (None, found):
+            raise FailedRequestError(
+                "another model was asked for, and the batches of this one have finished before this request was read. "
+                "Ask again, or start a server for each model"
+            )
+        manager = self._manager(model_id)
+        manager.init_cb(model, gen_config)
+        return manager
+
+    def _manager(self, model_id: str) -> RowGenerateManager:
+        get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
+        return cast(RowGenerateManager, get(self, model_id, use_cb=True))
+
+    def _try_manager(self, model: Any) -> int:
+        """Makes a manager and drops it: so what is refused is refused before the first request. Returns how many tokens
+        a row has."""
+        manager = sampling_manager(model, self._cb_config)
+        manager.destroy()
+        return cast(RowManager, manager).options.max_seq_len
 
 
-def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
+def _build(
+    build: Callable[..., FastAPI],
+    limit: Callable[[RowState, ModelManager], int],
+    models: ModelManager,
+    *handlers: Any,
+    **options: Any,
+) -> FastAPI:
     """Makes the app that `build` makes, and adds what is ours.
 
     Raises:
@@ -330,8 +283,20 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     for name, loaded in models.loaded_models.items():
         _make_ready(state, name, loaded)
     app = build(models, *handlers, **options)
-    for kind in (ArgumentError, SequenceTooLongError, UnsupportedError, FailedRequestError):
+    for kind in REFUSED:
         app.add_exception_handler(kind, _refuse)
+    closed = {}
+    if models.force_model is None:
+        logger.warning(
+            "vmmkv serve: no MODEL was given, so that each request needs a model of its own: a folder, or a repository "
+            "in the hub's cache on this machine"
+        )
+    else:
+        why = (
+            f"this server was started with {models.force_model!r}, and keeps it; one started without a model does this"
+        )
+        closed = dict.fromkeys(("/load_model", "/reset"), why)
+    app.add_middleware(RequestGate, max_bytes=limit(state, models), closed=closed)
     registry = CollectorRegistry()
     registry.register(PoolCollector())
 
@@ -350,11 +315,22 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
                 yield told
             finally:
                 minding.cancel()
-                state.shutdown()  # its thread would keep the process alive
+                # Its thread would keep the process alive. Requests that are cancelled need the event loop meanwhile.
+                await anyio.to_thread.run_sync(state.shutdown)
 
     app.router.lifespan_context = lifespan
     publish()
     return app
+
+
+def _limit(told: int | None, max_seq_len: int | None, state: RowState, models: ModelManager) -> int:
+    """The largest body of a request, in bytes."""
+    if told is not None:
+        return told
+    if models.force_model is None:
+        return bytes_for(max_seq_len or USUAL_TOKENS)
+    tokens = [state.row_tokens(each.model) for each in models.loaded_models.values()]
+    return max(UPLOAD if each is None else bytes_for(each) for each in tokens)
 
 
 async def _mind_unloading(state: RowState, models: ModelManager) -> None:
@@ -388,10 +364,20 @@ def _make_ready(state: RowState, name: str, loaded: TimedModel) -> None:
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answers a request that cannot be served, now or later, as OpenAI's server does."""
-    status, kind, code = 400, "invalid_request_error", None
+    status, kind, code, message = 400, "invalid_request_error", None, str(error)
     if isinstance(error, UnknownModelError):
         status, code = 404, "model_not_found"
     elif isinstance(error, FailedRequestError):
         status, kind = 500, "server_error"
-    told = {"message": str(error), "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": told}, status_code=status)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RequestValidationError):
+        message = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    message = message.encode(errors="backslashreplace").decode()  # halves of characters cannot be written
+    return JSONResponse(error_body(message, kind, code), status_code=status)
+
+
+REFUSED = (
+    ArgumentError, SequenceTooLongError, UnsupportedError, FailedRequestError, HTTPException, RequestValidationError,
+)  # fmt: skip
+"""Errors of requests that are answered in words."""

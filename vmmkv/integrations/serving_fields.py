@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, PositiveInt, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ArgumentError
@@ -22,15 +22,6 @@ OF_THE_SERVER = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).p
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TopP = Annotated[float, Field(ge=0, le=1)]
-
-
-def _encodable(text: str) -> str:
-    text.encode()
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-"""What has no half of a character, which JSON can say and neither tokenizers nor answers can have."""
 
 
 class Fields(BaseModel):
@@ -66,7 +57,7 @@ class Request(Fields):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     seed: int | None = None
-    suffix: Text | None = None
+    suffix: str | None = None
     instructions: str | None = None
     generation_config: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -88,7 +79,7 @@ class Request(Fields):
 class Completion(Request):
     """A request to go on with a text."""
 
-    prompt: Text = ""
+    prompt: str = ""
 
 
 class Part(Fields):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import json
 import reprlib
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
+import anyio
 from fastapi import HTTPException
 from transformers import GenerationConfig
-from transformers.cli.serving import utils as their_utils
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import BaseHandler, Modality, split_model_id
-from transformers.utils.hub import cached_file
+from transformers.cli.serving.utils import BaseHandler, Modality
 
-from ..errors import ArgumentError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, VmmkvError
 from .request_checks import NOT_IN_BATCHES, AtMost
 from .serving_fields import TEXT, Fields, Message, OwnConfig, without_null
+from .serving_gate import BYTES_A_TOKEN
+from .serving_models import known_model
 
 HEEDED = {
     "chat_template_kwargs", "generation_config", "input", "instructions", "max_completion_tokens", "max_output_tokens",
@@ -65,13 +67,8 @@ NEUTRAL = NOT_IN_BATCHES | {
 """Of a `generation_config`, what changes nothing where the model's own has None."""
 PER_REQUEST = OwnConfig.model_fields.keys()
 """What of a `generation_config` a request may have of its own."""
+TEXTS = ("prompt", "messages", "input", "instructions", "tools")
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-READERS = {"_normalize_input", "get_processor_inputs_from_messages", "apply_chat_template"}
-"""transformers' functions that only read what a client has sent: they fail where it cannot be read."""
-
-
-class UnknownModelError(ArgumentError):
-    """The server has no model of this name."""
 
 
 class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
@@ -79,23 +76,65 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
 
     fields: ClassVar[type[Fields]]
     """Of what kind the fields of its requests are."""
+    _streaming: Callable[..., Any]
+    _non_streaming: Callable[..., Any]
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answers a request. Models and managers are looked up on the event loop; chat templates and tokenizers, which
+        may take seconds, run in a thread.
+
+        Raises:
+            SequenceTooLongError: its text is longer than all tokens of a row.
+            ArgumentError: it cannot be read.
+        """
+        self._validate_request(body)
+        found, state = self._resolve_model(body), cast(Any, self.generation_state)
+        name, model, processor = found
         try:
-            return await super().handle_request(body, request_id)  # type: ignore[misc, unused-ignore]
-        except (VmmkvError, HTTPException):
+            modality = self.model_manager.get_model_modality(model, processor=processor)
+        except ValueError as error:
+            raise UnsupportedError(f"asked for text of {body['model']!r}, which makes none: {error}") from None
+        is_batched = state.use_continuous_batching(model, modality)
+        if is_batched:
+            check_characters(body, state.row_tokens(model))
+        manager = state.get_manager(name, use_cb=is_batched)
+        known = copy.copy(state)
+        vars(known).update(use_continuous_batching=lambda *_: is_batched, get_manager=lambda *_, **__: manager)
+        read = functools.partial(self._read, body, request_id, found, known)
+        answer = (await anyio.to_thread.run_sync(read, limiter=state.readers))()
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _read(self, body: dict[str, Any], request_id: str, found: Any, known: Any) -> Callable[[], Any]:
+        """Reads a request as transformers' handler does, up to the call that answers it, which it returns. The handler
+        waits for nothing before that call."""
+
+        async def answer_later(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+            return functools.partial(self._non_streaming, *args, **kwargs)
+
+        reader = copy.copy(self)
+        vars(reader).update(
+            generation_state=known,
+            _validate_request=lambda _: None,
+            _resolve_model=lambda _: found,
+            _streaming=functools.partial(functools.partial, self._streaming),
+            _non_streaming=answer_later,
+        )
+        reading = super(RowHandler, reader).handle_request(body, request_id)  # type: ignore[misc, unused-ignore]
+        try:
+            reading.send(None)
+        except StopIteration as done:
+            return cast(Callable[[], Any], done.value)
+        except (VmmkvError, HTTPException, MemoryError):
             raise
         except Exception as error:
-            frames = traceback.walk_tb(error.__traceback__)
-            if not READERS & {frame.f_code.co_name for frame, _ in frames}:
-                raise
-            raise ArgumentError(f"got a chat that cannot be read: {type(error).__name__}: {error}") from error
+            raise ArgumentError(f"got a request that cannot be read: {type(error).__name__}: {error}") from error
+        raise UnsupportedError("transformers' handler of requests waits for something that is not known here")
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         others = body.keys() - cast(Any, self._valid_params_class).__mutable_keys__
         check_fields({name: body.pop(name) for name in others}, HEEDED)  # what is heeded elsewhere is not here
-        super()._validate_request(body)
         self.fields.check(body)
+        body.setdefault("stream", False)  # transformers' /v1/responses would stream
         if body.get("chat_template_kwargs", {}) is None:  # transformers would unpack it
             del body["chat_template_kwargs"]
 
@@ -126,6 +165,7 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
     ) -> GenerationConfig:
         if not use_cb:
+            super()._validate_request(body)  # logs the fields that transformers ignores
             return super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
         check_fields(body, self._unused_fields)
         given = own_config(body.get("generation_config"), model_generation_config)
@@ -148,41 +188,21 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         return config
 
 
-def known_model(asked: str | None, models: ModelManager) -> str:
-    """The model that a request is for, where it is there: what has to be fetched would keep all requests waiting.
-
-    Raises:
-        ArgumentError: it names none, and the server has not just one.
-        UnknownModelError: it is not there.
-    """
-    pinned, name_of = models.force_model, models.process_model_name
-    if pinned is not None:
-        if asked is None or name_of(asked) == name_of(pinned):
-            return pinned
-        raise UnknownModelError(f"asked for model={asked!r}; this server has {pinned!r}")
-    if asked is None:
-        raise ArgumentError("got no model; this server was started without one, so that each request names its own")
-    repository, file = split_model_id(asked)
-    name, revision = _split_revision(name_of(repository))
-    try:
-        found = cached_file(name, file or "config.json", revision=revision, local_files_only=True)
-    except OSError:
-        found = None
-    if found is None:
-        raise UnknownModelError(
-            f"asked for model={asked!r}, which is not on this machine; POST /load_model with its name fetches it"
+def check_characters(body: Mapping[str, Any], row_tokens: int) -> None:
+    """Raises `SequenceTooLongError` where the text of a request has too many characters for a row of so many tokens:
+    a tokenizer would take seconds, and a gigabyte, to find that out."""
+    characters, unread = 0, [body.get(name) for name in TEXTS]
+    while unread:
+        each = unread.pop()
+        if isinstance(each, str):
+            characters += len(each)
+        elif isinstance(each, list | dict):
+            unread += each.values() if isinstance(each, dict) else each
+    if characters > (most := BYTES_A_TOKEN * row_tokens):
+        raise SequenceTooLongError(
+            f"asked for a text of {characters:,} characters; a row has {row_tokens:,} tokens, for which {most:,} "
+            "characters are the limit. A larger max_seq_len takes addresses, not memory"
         )
-    return asked
-
-
-def _split_revision(name: str) -> tuple[str, str | None]:
-    """A model's name as its server has it, and the revision; since transformers 5.24 folders have none."""
-    split: Any = getattr(their_utils, "split_revision", None)
-    if split is not None:
-        model, revision = split(name)
-    else:
-        model, revision = name.split("@", 1)
-    return model, revision
 
 
 def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
