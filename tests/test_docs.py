@@ -62,7 +62,7 @@ def test_the_reference_shows_what_users_call(site: Path) -> None:
 
 def test_guides_name_every_option_of_the_server_and_every_metric() -> None:
     guide = (DOCS / "guides" / "serving.md").read_text()
-    options = set(inspect.signature(serve).parameters) - {"context"}
+    options = set(inspect.signature(serve).parameters) - {"arguments"}
     assert [name for name in options if f"`--{name.replace('_', '-')}`" not in guide] == []
     guide = (DOCS / "guides" / "watching.md").read_text()
     metrics = [f"{each.name}_total" if each.type == "counter" else each.name for each in PoolCollector().collect()]

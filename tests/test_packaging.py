@@ -136,7 +136,6 @@ PRIVATE = {
     "_get_num_sequences",
     "_get_waiting_candidates",
     "_handle_request_error",
-    "_normalize_input",
     "_prepare_generation_config",
     "_resolve_model",
     "_validate_request",
