@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class FaultyDriver:
         self.changes = 0
         self.ranges: dict[int, int] = {}
         self._faults: list[Fault] = []
+        self._now = threading.local()
         self._raised: dict[int, BaseException] = {}
         self._statuses = itertools.count(FIRST_STATUS)
         self._inner_error = inner.error
@@ -138,13 +140,34 @@ class FaultyDriver:
         return getattr(self.inner, name)
 
     def _answer(self, name: str, *words: int) -> int:
-        """A C function of the table."""
+        """A C function of the table: a method `_c_NAME`, or a call that is checked and passed on."""
+        before, self._now.words = getattr(self._now, "words", ()), words
         try:
-            return int(getattr(self, f"_c_{name}")(*words) or 0)
+            if function := getattr(self, f"_c_{name}", None):
+                return int(function(*words) or 0)
+            self._call(name, *self._arguments(name, *words))
+            return 0
         except BaseException as error:
             status = next(self._statuses)
             self._raised[status] = error
             return status
+        finally:
+            self._now.words = before
+
+    def _arguments(self, name: str, *words: int) -> tuple[Any, ...]:
+        """What a function was asked for."""
+        size = self.inner.page_size
+        if name == "reserve":
+            return (words[1],)
+        if name == "create":
+            return (words[1] // size,)
+        if name == "map":
+            return words[0], words[3], words[1] // size
+        if name == "set_access":
+            return *words[:2], words[2] == int(self.inner.table["access"])
+        if name == "fill":
+            return words[0], words[2], words[1], words[3]
+        return words
 
     def error(self, name: str, status: int, detail: str = "") -> BaseException:
         """What a status stands for; see `vmmkv.driver.driver.Driver.error`."""
@@ -155,85 +178,22 @@ class FaultyDriver:
         """One call: refused, or made and written down. Subclasses may do more around it."""
         self.meet(name)
         getattr(self, f"_before_{name}", lambda *args: None)(*args)
-        result = getattr(self, f"_make_{name}")(*args)
+        make = getattr(self, f"_make_{name}", None)
+        result = make(*args) if make else self._pass(name)
         getattr(self, f"_after_{name}", lambda *args: None)(result, *args)
         return result
 
-    def _pass(self, name: str, *words: int) -> None:
-        """Calls the function that was in the table."""
+    def _pass(self, name: str) -> int | None:
+        """Calls the function that was in the table, as this one was called; returns what it has made."""
+        words = self._now.words
         if status := self._originals[name](*words):
             raise self._inner_error(name, status)
-
-    # What the table has: words become arguments.
-
-    def _c_reserve(self, out: int, nbytes: int, *_: int) -> None:
-        ctypes.c_int64.from_address(out).value = self._call("reserve", nbytes)
-
-    def _c_free(self, address: int, nbytes: int) -> None:
-        self._call("free", address, nbytes)
-
-    def _c_create(self, out: int, nbytes: int, *_: int) -> None:
-        ctypes.c_int64.from_address(out).value = self._call("create", nbytes // self.inner.page_size)
-
-    def _c_release(self, handle: int) -> None:
-        self._call("release", Handle(handle))
-
-    def _c_map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
-        assert (offset, flags) == (0, 0)
-        self._call("map", address, Handle(handle), nbytes // self.inner.page_size)
-
-    def _c_set_access(self, address: int, nbytes: int, access: int, count: int) -> None:
-        assert count == 1
-        self._call("set_access", address, nbytes, access == int(self.inner.table["access"]))
-
-    def _c_unmap(self, address: int, nbytes: int) -> None:
-        self._call("unmap", address, nbytes)
-
-    def _c_fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self._call("fill", address, nbytes, value, stream)
-
-    def _c_copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("copy", destination, source, nbytes, stream)
+        return ctypes.c_int64.from_address(words[0]).value if name in ("reserve", "create") else None
 
     def _c_deallocate(self, address: int) -> None:
         """What waits for all work on the device."""
         self.meet("synchronize")
-        self._pass("deallocate", address)
-
-    # What is passed on: arguments become words.
-
-    def _make_reserve(self, nbytes: int) -> int:
-        return self._made("reserve", nbytes, self.inner.alignment, 0, 0)
-
-    def _make_free(self, address: int, nbytes: int) -> None:
-        self._pass("free", address, nbytes)
-
-    def _make_create(self, pages: int = 1) -> Handle:
-        return Handle(self._made("create", pages * self.inner.page_size, int(self.inner.table["property"]), 0))
-
-    def _made(self, name: str, *words: int) -> int:
-        out = ctypes.c_int64()
-        self._pass(name, ctypes.addressof(out), *words)
-        return out.value
-
-    def _make_release(self, handle: Handle) -> None:
-        self._pass("release", handle)
-
-    def _make_map(self, address: int, handle: Handle, pages: int = 1) -> None:
-        self._pass("map", address, pages * self.inner.page_size, 0, handle, 0)
-
-    def _make_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        access = int(self.inner.table["access" if writable else "read_access"])
-        self._pass("set_access", address, nbytes, access, 1)
-
-    def _make_unmap(self, address: int, nbytes: int) -> None:
-        self._pass("unmap", address, nbytes)
-
-    def _make_fill(self, address: int, nbytes: int, value: int, stream: int) -> None:
-        self._pass("fill", address, value, nbytes, stream)
-
-    def _make_copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        self._pass("copy", destination, source, nbytes, stream)
+        self._pass("deallocate")
 
     # What is checked, and written down.
 
