@@ -6,7 +6,7 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NewType
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from ..compiled.code import address_of
 from ..errors import DeviceError, DriverError, ForkError, LayoutError, StreamCaptureError
 from . import entries
-from .fencing import EVENTS, FAILED, SLOTS, STREAM
+from .fencing import EVENTS, SLOTS, STREAM
 from .running import CAPTURED, COPY, FILL
 from .table import (
     CREATE,
@@ -66,6 +66,8 @@ class Driver:
     Attributes:
         table: its `DRIVER` record. A test may put functions of its own into it.
         address: that of the table, which compiled functions are given.
+        slot_handles: by slot of a fence, the handle of the stream that has it (see `vmmkv.driver.fencing`).
+        slot_streams: by slot, that stream, so that it lives as long as its handle is there.
         alignment: what `reserve` is given as such.
         refused_in_child: functions that a forked child may not call.
     """
@@ -87,11 +89,7 @@ class Driver:
             self.table[name] = part.ctypes.data
         self.table["clock"] = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         self._process = os.getpid()
-        self._slots: dict[int, int] = {}
-        """By the handle of a stream: its slot."""
-        self._streams: list[Any] = [None] * SLOTS
-        """By slot: the stream, which lives as long as its handle is in the table."""
-        self._claimed = 0
+        self.slot_handles, self.slot_streams = fences[0]["handle"], [None] * SLOTS
         _drivers.add(self)
 
     # -------------------------------------------------------------- memory
@@ -189,33 +187,6 @@ class Driver:
         if status == CAPTURED:
             raise self.captured("deallocate", current)
         self._check("deallocate", status)
-
-    def stream_of(self, handle: int) -> Any:
-        """The stream of a handle that has a slot, or None."""
-        slot = self._slots.get(handle)
-        return None if slot is None else self._streams[slot]
-
-    def slots(self, streams: Iterable[Any]) -> int:
-        """The slots of streams, as bits; see `vmmkv.driver.fencing`."""
-        bits = 0
-        for stream in streams:
-            if stream is not None:
-                handle = handle_of(stream)
-                slot = self._slots.get(handle)
-                bits |= 1 << (self._claim(handle, stream) if slot is None else slot)
-        return bits
-
-    def _claim(self, handle: int, stream: Any) -> int:
-        _scratch, at = new_scratch()
-        slot = FAILED
-        while slot == FAILED:
-            slot = entries.claim(self.address, handle, self._claimed, at)
-            if slot == FAILED:  # all have work under way
-                self.synchronize()
-        if (before := self._streams[slot]) is not None:
-            del self._slots[handle_of(before)]
-        self._streams[slot], self._slots[handle], self._claimed = stream, slot, (slot + 1) % SLOTS
-        return slot
 
     # -------------------------------------------------------------- errors
 

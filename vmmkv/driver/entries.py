@@ -12,7 +12,6 @@ ENTRIES = [
     running.free,
     running.synchronize,
     running.wait_for,
-    fencing.claim,
     fencing.record,
     fencing.pending,
     fencing.order,

@@ -6,6 +6,7 @@ like this one. Here a page that leaves a sequence gets a fence: an event on each
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ..errors import ArgumentError, DeviceError, DeviceLostError, VmmkvError
 from . import entries
 from .driver import Driver, handle_of, new_scratch
-from .fencing import FAILED
+from .fencing import FAILED, FULL, SLOTS
 from .running import CAPTURED
 from .table import STATUS
 
@@ -67,15 +68,23 @@ class Fence:
         Raises:
             StreamCaptureError: a CUDA graph is being captured on the current stream, or on one of these.
         """
-        slots = driver.slots(streams)
-        if not slots:
+        named = {handle_of(stream): stream for stream in streams if stream is not None}
+        if not named:
             return cls()
-        current, (scratch, at) = driver.current_stream(), new_scratch()
-        tick = entries.record(driver.address, slots, handle_of(current), at)
+        current, (scratch, at), tick = driver.current_stream(), new_scratch(), FULL
+        while tick == FULL:
+            words = array("q", named)
+            tick = entries.record(driver.address, words.buffer_info()[0], len(words), handle_of(current), at)
+            if tick == FULL:
+                cls(driver, (1 << SLOTS) - 1, int(driver.table["tick"])).wait()
         if tick == CAPTURED:
-            raise driver.captured("record", driver.stream_of(scratch[STATUS]) or current)
+            raise driver.captured("record", named.get(scratch[STATUS], current))
         if tick == FAILED:
             raise driver.error("record", scratch[STATUS])
+        slots = 0
+        for slot, stream in zip(words, named.values()):
+            slots |= 1 << slot
+            driver.slot_streams[slot] = stream
         return cls(driver, slots, tick)
 
     @property
@@ -99,7 +108,10 @@ class Fence:
 
     def _is_of(self, stream: Any) -> bool:
         """Whether no other stream has anything to do with it: to ask the device costs more."""
-        return self.driver is not None and self.slots == self.driver.slots([stream])
+        slots = self.slots  # another thread may find meanwhile that work has finished
+        if self.driver is None or slots.bit_count() != 1:
+            return False
+        return bool(self.driver.slot_handles[slots.bit_length() - 1] == handle_of(stream))
 
     def order(self, stream: Any) -> None:
         """Makes work submitted to `stream` from now on come after all of that work; the host does not wait."""

@@ -8,23 +8,23 @@ Invariants:
  1. Ticks in a ring ascend; each event there was recorded at its tick, and nobody has seen it pass.
  2. Of ticks that a ring has no event for, those below `low` have passed. Where the ring was full, the oldest event
     stands for all that were dropped before it, from `low` on: what waits for them waits a little longer.
- 3. A slot is given to another stream only while its ring is empty. Fences from before name no tick of the new stream's,
-    and have passed.
+ 3. A slot is given to another stream only while its ring is empty, and an event is recorded there in the same call:
+    nothing refers to a slot before. Fences from before name no tick of the new stream's, and have passed.
 """
 
 import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import call, view
-from .running import WORD, captured, enter, leave
+from .running import CAPTURED, WORD, captured, enter, leave
 from .table import CELL, DRIVER, NOT_READY, SCRATCH, STATUS
 
 SLOTS, EVENTS = 62, 16
 """Streams at a time, as many as a word has bits for; and events of a ring."""
 STREAM = np.dtype([(name, np.int64) for name in ("handle", "first", "count", "low")])
 WITHOUT_TIMING = 2
-FAILED = -1
-"""A call has failed: the scratch has its status."""
+FAILED, FULL = -1, -4
+"""A call has failed, and the scratch has its status; all slots have work under way."""
 
 
 @inner
@@ -66,23 +66,21 @@ def ask(driver: int, slot: int, tick: int) -> int:
     return status
 
 
-@entry
-def claim(driver: int, stream: int, start: int, scratch: int) -> int:
-    """A slot for a stream that has none, the first from `start` on whose stream, if it has one, has finished its work;
-    -1: there is none."""
+@inner
+def slot_for(driver: int, handle: int) -> int:
+    """The slot of a stream: its own, else one that no stream has had, else the first whose stream has finished its work;
+    `FULL`: there is none. It needs the context."""
     d = view(driver, 1, DRIVER)[0]
     streams = view(d.streams_at, SLOTS, STREAM)
-    if enter(driver, scratch):
-        return -1
-    found = -1
-    for behind in range(SLOTS):
-        slot = (start + behind) % SLOTS
-        if found < 0 and ask(driver, slot, d.tick) == 0:
-            found = slot
-    leave(driver, scratch)
-    if found >= 0:
-        streams[found].handle = stream
-    return found
+    for slot in range(SLOTS):
+        if streams[slot].handle == handle or streams[slot].handle == 0:
+            streams[slot].handle = handle
+            return slot
+    for slot in range(SLOTS):
+        if ask(driver, slot, d.tick) == 0:
+            streams[slot].handle = handle
+            return slot
+    return FULL
 
 
 @inner
@@ -114,55 +112,49 @@ def put(driver: int, slot: int, tick: int, scratch: int) -> int:
 
 
 @entry
-def record(driver: int, slots: int, current: int, scratch: int) -> int:
-    """Records events on the streams of slots, behind all work that was submitted to them so far.
+def record(driver: int, streams: int, count: int, current: int, scratch: int) -> int:
+    """Records an event on each of `count` streams, behind all work that was submitted to them so far. The words at
+    `streams` are their handles, and become their slots.
 
     Returns the tick; or `CAPTURED` where one of these streams, or the current one, is captured, of which the scratch
-    has the handle; or `FAILED`.
+    has the handle; or `FULL` where more streams than there are slots have work under way; or `FAILED`.
     """
-    d, words = view(driver, 1, DRIVER)[0], view(scratch, SCRATCH, np.int64)
-    streams = view(d.streams_at, SLOTS, STREAM)
+    d, words = view(driver, 1, DRIVER)[0], view(streams, count, np.int64)
     status = enter(driver, scratch)
     if status:
-        words[STATUS] = status
+        view(scratch, SCRATCH, np.int64)[STATUS] = status
         return FAILED
-    handle, tick = current, 0
-    status = captured(driver, current, scratch)
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and status == 0 and streams[slot].handle != current:
-            handle = streams[slot].handle
+    handle, status = current, captured(driver, current, scratch)
+    for index in range(count):
+        if status == 0 and words[index] != current:
+            handle = words[index]
             status = captured(driver, handle, scratch)
+    tick = d.tick + 1
     if status == 0:
-        d.tick += 1
-        tick = d.tick
-        for slot in range(SLOTS):
-            if slots >> slot & 1 and status == 0:
-                status = put(driver, slot, tick, scratch)
-        handle = status
-        status = FAILED if status else 0
-    elif status > 0:
-        handle = status
-        status = FAILED
+        d.tick = tick
+    for index in range(count):
+        if status == 0:
+            words[index] = slot_for(driver, words[index])
+            status = FULL if words[index] == FULL else put(driver, words[index], tick, scratch)
     leave(driver, scratch)
-    words[STATUS] = handle
-    return status if status else tick
+    view(scratch, SCRATCH, np.int64)[STATUS] = handle if status == CAPTURED else status
+    if status == 0:
+        return tick
+    return status if status == CAPTURED or status == FULL else FAILED
 
 
 @entry
 def pending(driver: int, slots: int, tick: int, scratch: int) -> int:
     """Which of a fence's streams have not come so far, as bits of their slots; or `FAILED`. Does not wait."""
-    status = enter(driver, scratch)
-    left = 0
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and (status == 0 or status == NOT_READY):
-            status = ask(driver, slot, tick)
-            left |= (1 << slot) if status else 0
-    if status == 0 or status == NOT_READY:
+    left, status = 0, enter(driver, scratch)
+    if status == 0:
+        for slot in range(SLOTS):
+            if slots >> slot & 1 and (status == 0 or status == NOT_READY):
+                status = ask(driver, slot, tick)
+                left |= (1 << slot) if status else 0
         leave(driver, scratch)
-        return left
-    leave(driver, scratch)
     view(scratch, SCRATCH, np.int64)[STATUS] = status
-    return FAILED
+    return left if status == 0 or status == NOT_READY else FAILED
 
 
 @entry
