@@ -68,8 +68,8 @@ def ask(driver: int, slot: int, tick: int) -> int:
 
 @inner
 def slot_for(driver: int, handle: int) -> int:
-    """The slot of a stream: its own, else one that no stream has had, else the first whose stream has finished its work;
-    `FULL`: there is none. It needs the context."""
+    """The slot of a stream: its own, else one that no stream has had, else the first whose stream has finished its
+    work; `FULL`: there is none. It needs the context."""
     d = view(driver, 1, DRIVER)[0]
     streams = view(d.streams_at, SLOTS, STREAM)
     for slot in range(SLOTS):
@@ -140,7 +140,7 @@ def record(driver: int, streams: int, count: int, current: int, scratch: int) ->
     view(scratch, SCRATCH, np.int64)[STATUS] = handle if status == CAPTURED else status
     if status == 0:
         return tick
-    return status if status == CAPTURED or status == FULL else FAILED
+    return status if status in (CAPTURED, FULL) else FAILED
 
 
 @entry
