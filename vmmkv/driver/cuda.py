@@ -87,8 +87,6 @@ class CudaDriver(Driver):
         page_size: bytes of a page, a multiple of the device's granularity (2 MiB on all so far).
     """
 
-    refused_in_child = ("push",)  # which comes before any call: a forked child cannot use a GPU at all
-
     def __init__(self, device: torch.device, page_size: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise DeviceError(f"asked for {device}, but torch sees no CUDA device; device='cpu' runs on host memory")

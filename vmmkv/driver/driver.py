@@ -69,11 +69,9 @@ class Driver:
         slot_handles: by slot of a fence, the handle of the stream that has it (see `vmmkv.driver.fencing`).
         slot_streams: by slot, that stream, so that it lives as long as its handle is there.
         alignment: what `reserve` is given as such.
-        refused_in_child: functions that a forked child may not call.
     """
 
     alignment = 0
-    refused_in_child: tuple[str, ...] = ("reserve", "create", "map", "release")
 
     def __init__(
         self, device: torch.device, granularity: int, page_size: int, words: Mapping[str, int], names: Mapping[str, str]
@@ -276,10 +274,10 @@ def check_page_size(page_size: int | None, granularity: int) -> int:
 
 
 def _leave_to_parent() -> None:
-    """Refuses, in a forked child, what only the parent has a part in."""
+    """Refuses all calls in a forked child. `push` comes first in each: a child has no part in the parent's pages, may have
+    memory of its own where they were, and cannot use a GPU at all."""
     for driver in list(_drivers):
-        for name in driver.refused_in_child:
-            driver.table[name] = address_of(entries.host_refuse)
+        driver.table["push"] = address_of(entries.host_refuse)
 
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()

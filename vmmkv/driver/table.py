@@ -11,8 +11,8 @@ call of the memory system, so that a test can put a function of its own in the p
  4. `unmap` takes the pages away from an address range, wherever there are some; accesses fault again. The bytes
     stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or returns a status and does nothing.
- 6. Only the process that made a driver has a part in its pages: in a forked child `reserve`, `create`, `map` and
-    `release` return `FORKED`.
+ 6. Only the process that made a driver has a part in its pages and addresses: in a forked child `push`, with which
+    each use of these functions begins, returns `FORKED`.
  7. No call of these waits for work on the device, and none checks whether work still uses a page: that is the caller's
     part (see `vmmkv.driver.fencing`).
  8. A call is made with the device's context current, and in relaxed capture mode, so that another thread's CUDA graph
