@@ -25,7 +25,8 @@ MUTEX = ("mutex", np.int64, 8)
 HOST = np.dtype([MUTEX, *((name, np.int64) for name in ("mappings", "allowed", "recount", "ranges"))])
 """What the drivers of a process share. `recount(needed)` is a C function that may raise `allowed`; a list of ranges."""
 RANGE = np.dtype([(name, np.int64) for name in ("address", "nbytes", "page_size", "present", "next")])
-"""A reserved range. `present` is the address of a byte a page: whether something is mapped there."""
+"""A reserved range. `present` is the address of a byte a page: whether something is mapped there. Python reads the list
+without the lock, so a record is kept for ever: what it links to is one, too."""
 FILE = np.dtype([MUTEX, *((name, np.int64) for name in ("fd", "end", "released"))])
 """A memfd: its length, and a list of pieces that were released."""
 PIECE = np.dtype([(name, np.int64) for name in ("file", "offset", "nbytes", "next")])
@@ -143,7 +144,6 @@ def host_free(address: int, nbytes: int) -> int:
     _unlock(host())
     if status == 0 and item:
         _free(view(item, 1, RANGE)[0].present)
-        _free(item)
     return status
 
 
