@@ -45,10 +45,7 @@ def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[A
     """
     if MAKING or CHECKED or INTERPRETED:
         return list(entries)
-    import llvmlite.binding as llvm
-
-    module = llvm.parse_bitcode(_find(library, digest(sources)))
-    addresses = load(module, [function.__name__ for function in entries])
+    addresses = load(_find(library, digest(sources)), [function.__name__ for function in entries])
     return [_prototype(function)(address) for function, address in zip(entries, addresses)]
 
 
@@ -111,18 +108,29 @@ def bind(function: int, first: int, words: int) -> int:
     return load(llvm.parse_assembly(text), ["bound"])[0]
 
 
-def _find(library: str, made_of: str) -> bytes:
-    """The bitcode of a library, compiled now if it is nowhere."""
+def _find(library: str, made_of: str) -> Any:
+    """The LLVM module of a library, compiled now if it is nowhere."""
     name = f"{library}-{made_of}-{platform.machine()}.bc"
     cache = _writable_cache()
     for folder in (SHIPPED, cache):
-        if folder and (folder / name).exists():
-            return (folder / name).read_bytes()
+        if folder and (module := _read(folder / name)):
+            return module
     with _one_at_a_time(cache) as folder:
-        if not (folder / name).exists():  # another process may have been first
-            print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
-            make(library, folder)
-        return (folder / name).read_bytes()
+        if module := _read(folder / name):  # another process has been first
+            return module
+        print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
+        make(library, folder)
+        return _read(folder / name)
+
+
+def _read(path: Path) -> Any:
+    """The LLVM module in a file; None where there is none, or none that this LLVM can read: a part of one, or one of a
+    later LLVM."""
+    import llvmlite.binding as llvm
+
+    with suppress(OSError, RuntimeError):
+        return llvm.parse_bitcode(path.read_bytes())
+    return None
 
 
 def _writable_cache() -> Path | None:

@@ -274,8 +274,8 @@ def check_page_size(page_size: int | None, granularity: int) -> int:
 
 
 def _leave_to_parent() -> None:
-    """Refuses all calls in a forked child. `push` comes first in each: a child has no part in the parent's pages, may have
-    memory of its own where they were, and cannot use a GPU at all."""
+    """Refuses all calls in a forked child, by `push`, which comes first in each: the child has no part in the parent's
+    pages, may have memory of its own where they were, and cannot use a GPU at all."""
     for driver in list(_drivers):
         driver.table["push"] = address_of(entries.host_refuse)
 
