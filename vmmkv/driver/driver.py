@@ -78,7 +78,7 @@ class Driver:
     ) -> None:
         self.device, self.granularity, self.page_size, self.names = device, granularity, page_size, names
         records = np.zeros(1, DRIVER)
-        fences = np.zeros(SLOTS, STREAM), *(np.zeros((SLOTS, EVENTS), np.int64) for _ in range(2))
+        fences: Any = np.zeros(SLOTS, STREAM), *(np.zeros((SLOTS, EVENTS), np.int64) for _ in range(2))
         keep(records, fences)
         self.table, self.address = records[0], records.ctypes.data
         for name, value in words.items():
@@ -87,7 +87,8 @@ class Driver:
             self.table[name] = part.ctypes.data
         self.table["clock"] = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         self._process = os.getpid()
-        self.slot_handles, self.slot_streams = fences[0]["handle"], [None] * SLOTS
+        self.slot_handles: Any = fences[0]["handle"]
+        self.slot_streams: list[Any] = [None] * SLOTS
         _drivers.add(self)
 
     # -------------------------------------------------------------- memory
