@@ -124,7 +124,7 @@ BENCHMARKS = {
         beside="--vllm {vllm}",
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
-    "fences": Benchmark(Kind.GPU, 0.3, "-m benchmarks.fences --json"),
+    "fences": Benchmark(Kind.GPU, 0.1, "-m benchmarks.fences --json"),
     "mapper": Benchmark(
         Kind.GPU, 1.6, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
     ),

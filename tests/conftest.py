@@ -250,6 +250,16 @@ def calls(owner: Any, name: str) -> Iterator[Callable[[Callable[[], object]], No
         yield until
 
 
+def soon(condition: Callable[[], object]) -> None:
+    """Waits for what only a server tells that is asked again and again, as its metrics."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE * 100)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"it has not come to that in {PATIENCE:.0f} seconds")
+
+
 def join(*threads: threading.Thread) -> None:
     """Waits for the end of threads, however much they have to do when there are many rounds."""
     for thread in threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from random import Random
@@ -19,7 +20,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=["of one model", "of any"])
+@pytest.fixture(params=["of one model", "of any"])
 def address(llama: str, request: pytest.FixtureRequest) -> Iterator[str]:
     """A server, which asks no hub. Answers are short, since a row is."""
     arguments = [llama] if request.param == "of one model" else []
@@ -36,9 +37,8 @@ NO_OBJECTS = [
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/systemone", "/load_model"]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_what_is_no_object_is_refused_as_such(address: str, path: str) -> None:
-    for body in NO_OBJECTS:
+def test_what_is_no_object_is_refused_as_such(address: str) -> None:
+    for path, body in itertools.product(PATHS, NO_OBJECTS):
         for headers in (JSON, {"content-type": "text/plain"}, {}):
             status, told = post(address, path, body, headers)
             assert status in (400, 403), (body[:50], status, told)
@@ -92,11 +92,10 @@ def changed(random: Random, path: str) -> dict[str, Any]:
     return body
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_no_json_is_a_fault_of_the_server(address: str, llama: str, path: str) -> None:
+def test_no_json_is_a_fault_of_the_server(address: str, llama: str) -> None:
     """Whatever its fields are; and others are answered afterwards."""
     random = Random()
-    for _ in range(60 * ROUNDS):
+    for path in PATHS * 60 * ROUNDS:
         body = ({} if path == "/load_model" else {"model": llama}) | changed(random, path)
         status, told = post(address, path, json.dumps(body).replace("1e+308", "1e999"))
         assert status < 500, (body, told)

@@ -37,7 +37,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save("llama-gqa", tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def address(llama: str) -> Iterator[str]:
     """A server that was started with a model."""
     with server(llama, "--max-bytes", "64MiB", "--max-seq-len", str(ROW), "--idle-seconds", "0") as address:

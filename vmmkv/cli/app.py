@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import typer
 
 from ..errors import VmmkvError
@@ -31,3 +33,5 @@ def run() -> None:
     except VmmkvError as error:
         errors.print(f"vmmkv: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what the interpreter does at its end would print tracebacks

@@ -69,9 +69,6 @@ HANDLERS = (
 NAMES = {"GenerationState", "ModelManager", "build_server", "uvicorn", *(name for _, name, _ in HANDLERS)}
 """What `Serve` imports while it is made, and finds something else."""
 OFF = "--no-continuous-batching"
-COLLECTIONS = 3
-"""How often garbage is collected for a model that was unloaded: one collection does nothing while another thread
-collects, or a request that has just been answered still holds the model."""
 USUAL_TOKENS = 131_072
 """Tokens of a row by which bodies are limited where neither a model nor an option says how many there are."""
 READERS = 2
@@ -186,8 +183,6 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         self._row_tokens: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
         self.readers = anyio.CapacityLimiter(READERS)
         """Threads that read requests."""
-        self._uncollected = 0
-        """How often to collect garbage until a model whose batches have ended is gone."""
 
     def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
         """Says whether a model is batched continuously, and sees to it that it can be.
@@ -200,7 +195,6 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         if model not in self._row_tokens:
             self._to_rows(model)
             self._row_tokens[model] = self._try_manager(model)
-        self.leave_all_but([model])
         return True
 
     def leave_all_but(self, models: Iterable[Any]) -> None:
@@ -210,10 +204,11 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         if batches is not None and not any(batches.model is each for each in models):
             self.shutdown()
             del batches
-            self._uncollected = COLLECTIONS
-        if self._uncollected:
-            self._uncollected -= 1
             gc.collect()  # a model on rows holds itself
+
+    def has_others(self, models: list[Any]) -> bool:
+        """Whether a model was on rows, is still in memory, and is none of these."""
+        return any(all(model is not each for each in models) for model in list(self._row_tokens))
 
     def answering(self) -> Any:
         """The model of which somebody waits for an answer, or None."""
@@ -235,21 +230,12 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         if use_cb:
-            return LaterManager(functools.partial(self._running, model_id, self._manager(model_id)))
+            return LaterManager(functools.partial(self._running, model_id))
         return super().get_manager(model_id)
 
-    def _running(self, model_id: str, found: RowGenerateManager, model: Any, gen_config: Any) -> RowGenerateManager:
-        """The manager of a model, at work: the one that was found when the request came, or a new one if that has ended
-        since with nothing in its place.
-
-        Raises:
-            FailedRequestError: a request for another model has come since.
-        """
-        if self._cb_manager not in (None, found):
-            raise FailedRequestError(
-                "another model was asked for, and the batches of this one have finished before this request was read. "
-                "Ask again, or start a server for each model"
-            )
+    def _running(self, model_id: str, model: Any, gen_config: Any) -> RowGenerateManager:
+        """The manager of a model, at work. Batches of another model end."""
+        self.leave_all_but([model])
         manager = self._manager(model_id)
         manager.init_cb(model, gen_config)
         return manager
@@ -347,6 +333,8 @@ def _leave_unloaded(state: RowState, models: ModelManager) -> None:
     there = [getattr(each, "model", None) for each in loaded]  # a thread may be unloading it
     if answering is None:
         state.leave_all_but(there)
+        if state.has_others(there):
+            gc.collect()  # Python collects nothing while another thread does, as the one that has unloaded the model
     else:
         for each in (each for each, model in zip(loaded, there) if model is answering):
             each.reset_timer()

@@ -52,8 +52,8 @@ class StreamedManager(SampledManager):
 
 
 class LaterManager:
-    """The manager of a request's model, started when the request has been read: requests for other models may have
-    taken its place meanwhile.
+    """The manager of a request's model, looked up when the request has been read: requests for other models, which are
+    read meanwhile, end its batches.
 
     Args:
         find: gives the manager at work, of a model and a `GenerationConfig`.
