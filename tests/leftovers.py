@@ -17,6 +17,8 @@ OF_RUN: set[int] = set()
 """Child processes that serve all tests of a run."""
 OF_LIBRARIES = ("TMonitor",)
 """Classes of threads that a library starts once and never ends: tqdm's monitor of progress bars."""
+IDLE = ("asyncio_",)
+"""How names of idle threads begin that end with their executor: transformers' server leaves its event loop open."""
 DRAW_NOTHING = ("vmmkv-mapper", "vmmkv-publisher")
 """Names of our own threads, which draw no random numbers."""
 
@@ -25,7 +27,11 @@ class Living:
     """The threads, child processes and listening sockets that this process has now."""
 
     def __init__(self) -> None:
-        self.threads = {each for each in threading.enumerate() if type(each).__name__ not in OF_LIBRARIES}
+        self.threads = {
+            each
+            for each in threading.enumerate()
+            if type(each).__name__ not in OF_LIBRARIES and not each.name.startswith(IDLE)
+        }
         # multiprocessing starts its resource tracker once, and keeps it.
         self.children = children() - OF_RUN - {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
         self.sockets = listening()
