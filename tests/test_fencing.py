@@ -183,3 +183,10 @@ def test_the_host_waits_for_all_streams_of_a_fence() -> None:
     assert Fence.after(device, [one]).passed()
     both.wait()
     assert not other.queue
+
+
+def test_fences_of_different_drivers_are_not_merged() -> None:
+    one, other = (Fence.after(device, device.streams) for device in (Device(Random(), 1), Device(Random(), 1)))
+    assert (one | Fence()).passed()
+    with pytest.raises(ValueError, match="different drivers"):
+        one | other

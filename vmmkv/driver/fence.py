@@ -132,5 +132,7 @@ class Fence:
         self.slots = 0
 
     def __or__(self, other: Fence) -> Fence:
-        """The fence that passes when both have."""
+        """The fence that passes when both have. They are of one driver: slots of another are other streams."""
+        if self.driver and other.driver and self.driver is not other.driver:
+            raise ValueError("fences of different drivers were merged")
         return Fence(self.driver or other.driver, self.slots | other.slots, max(self.tick, other.tick))
