@@ -118,7 +118,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("host_pages", [10, 60, 10_000])
 def test_hits_are_those_without_a_host_and_more(layout: vmmkv.KVLayout, host_pages: int) -> None:
-    """What the device's tree knows is the same."""
+    """The device's trees stay the same until a hit that only the host makes possible evicts other pages."""
     seed = Random().randrange(1 << 32)
     print(f"{seed=}")
     random = Random(seed)
@@ -137,8 +137,10 @@ def test_hits_are_those_without_a_host_and_more(layout: vmmkv.KVLayout, host_pag
             world.free(sequence)
             world.check()
         plain, with_host = [world.cache.stats() for world in worlds]
-        assert plain.prefix_pages == with_host.prefix_pages
         assert with_host.cached_tokens == hits[1]
+        if plain.prefix_pages != with_host.prefix_pages:
+            assert cached[0] < cached[1]  # the longer hit took other pages, for which others were evicted
+            break
     assert hits[1] > hits[0] or host_pages == 10
 
 
