@@ -90,8 +90,10 @@ publisher = EventPublisher(log, local, topic="kv@pod-1@llama", replay_endpoint=l
 # --8<-- [start:subscribe]
 router = zmq.Socket(zmq.Context.instance(), zmq.DEALER)
 router.connect(str(publisher.replay_endpoint))
-router.send_multipart([b"", (0).to_bytes(8, "big")])  # all from message 0 on; live ones come to a SUB socket
-_, topic, number, batch = router.recv_multipart()
+batch = b""
+while not batch:  # an empty one ends a replay: then nothing has been published so far
+    router.send_multipart([b"", (0).to_bytes(8, "big")])  # all from message 0 on; live ones come to a SUB socket
+    _, topic, number, batch = router.recv_multipart()
 moment, events, rank = msgspec.msgpack.decode(batch)
 print(topic, int.from_bytes(number, "big"), [(event["type"], len(event["block_hashes"])) for event in events])
 # --8<-- [end:subscribe]
