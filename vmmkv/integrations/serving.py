@@ -73,6 +73,8 @@ USUAL_TOKENS = 131_072
 """Tokens of a row by which bodies are limited where neither a model nor an option says how many there are."""
 READERS = 2
 """Requests that are read at a time: to tokenize a text may take 200 times its memory."""
+COLLECTIONS = 20
+"""Attempts to collect a model that was unloaded, four a second: something else may hold it for ever."""
 END_SECONDS = 2
 """How long answers may go on when the server is told to end. A manager that stops waits as long."""
 
@@ -183,6 +185,8 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         self._row_tokens: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
         self.readers = anyio.CapacityLimiter(READERS)
         """Threads that read requests."""
+        self._collections = 0
+        """Attempts to collect a model that was unloaded."""
 
     def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
         """Says whether a model is batched continuously, and sees to it that it can be.
@@ -206,9 +210,13 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             del batches
             gc.collect()  # a model on rows holds itself
 
-    def has_others(self, models: list[Any]) -> bool:
-        """Whether a model was on rows, is still in memory, and is none of these."""
-        return any(all(model is not each for each in models) for model in list(self._row_tokens))
+    def collect_all_but(self, models: list[Any]) -> None:
+        """Collects garbage while a model that was on rows, and is none of these, is still in memory: Python collects
+        nothing while another thread does, as the one that has unloaded the model. Gives up after some attempts."""
+        is_left = any(all(model is not each for each in models) for model in list(self._row_tokens))
+        self._collections = self._collections + 1 if is_left else 0
+        if 0 < self._collections <= COLLECTIONS:
+            gc.collect()
 
     def answering(self) -> Any:
         """The model of which somebody waits for an answer, or None."""
@@ -333,8 +341,7 @@ def _leave_unloaded(state: RowState, models: ModelManager) -> None:
     there = [getattr(each, "model", None) for each in loaded]  # a thread may be unloading it
     if answering is None:
         state.leave_all_but(there)
-        if state.has_others(there):
-            gc.collect()  # Python collects nothing while another thread does, as the one that has unloaded the model
+        state.collect_all_but(there)
     else:
         for each in (each for each, model in zip(loaded, there) if model is answering):
             each.reset_timer()
