@@ -19,7 +19,7 @@ def cache_folder() -> Path:
         return Path(folder) / "vmmkv"
     try:
         return Path.home() / ".cache" / "vmmkv"
-    except RuntimeError:  # without HOME, and with a user who is not in the list of users
+    except RuntimeError:  # there is neither HOME nor an entry of the user in passwd
         return private_folder(Path(gettempdir()))
 
 
@@ -49,7 +49,7 @@ def _prefix() -> str:
 
 
 def _keeps_others_out(root: Path) -> bool:
-    """Whether nobody else can rename or remove what this user puts into a folder."""
+    """Whether no other user can rename or remove what this user puts into a folder."""
     status = root.stat()
     return status.st_uid == os.geteuid() or bool(status.st_mode & stat.S_ISVTX)
 
