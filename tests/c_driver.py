@@ -10,20 +10,11 @@ from faulty import FaultyDriver
 
 from vmmkv.driver.driver import Handle
 from vmmkv.driver.host import NullDriver
+from vmmkv.driver.table import FUNCTIONS
 from vmmkv.torch.allocator import Allocator
 
-NUM_ARGUMENTS = {
-    "reserve": 5,
-    "free": 2,
-    "create": 4,
-    "release": 1,
-    "map": 5,
-    "set_access": 4,
-    "unmap": 2,
-    "push": 1,
-    "pop": 1,
-    "synchronize": 0,
-}
+CALLED = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "push", "pop", "synchronize")
+"""Functions that an allocator calls."""
 
 
 class CDriver:
@@ -47,12 +38,12 @@ class CDriver:
         self.handles: dict[int, Handle] = {}
         self.released: set[int] = set()
         self.synchronized = False
-        self.callbacks = [self._callback(name, count) for name, count in NUM_ARGUMENTS.items()]
+        self.callbacks = {name: self._callback(name) for name in CALLED}
         self.table = NullDriver(1 << 30, self.driver.page_size)
-        for name, callback in zip(NUM_ARGUMENTS, self.callbacks):
+        for name, callback in self.callbacks.items():
             self.table.table[name] = ctypes.cast(callback, ctypes.c_void_p).value
 
-    def _callback(self, name: str, count: int) -> Callable[..., int]:
+    def _callback(self, name: str) -> Callable[..., int]:
         def call(*words: int) -> int:
             self.fail_at -= 1
             if self.fail_at == -1:
@@ -65,7 +56,7 @@ class CDriver:
                 return 1
             return 0
 
-        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(call)
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])(call)
 
     def reserve(self, out: int, size: int, *_: int) -> None:
         ctypes.c_int64.from_address(out).value = self.driver.reserve(size)

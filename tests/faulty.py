@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import vmmkv
+from vmmkv.compiled.code import keep
 from vmmkv.driver import host
-from vmmkv.driver.driver import Driver, Handle, keep
+from vmmkv.driver.driver import Driver, Handle
 from vmmkv.driver.table import FUNCTIONS
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
 

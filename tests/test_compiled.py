@@ -201,7 +201,7 @@ LOADING = """
 
 def test_sources_that_do_not_compile_are_told(copied: Path, tmp_path: Path) -> None:
     source = copied / "vmmkv" / "driver" / "running.py"
-    source.write_text(source.read_text().replace("meter[counted, 0] += 1", "meter[counted, 0] += 'x'"))
+    source.write_text(source.read_text().replace("place[0] += calls", "place[0] += 'x'"))
     with pytest.raises(AssertionError, match=r"RuntimeError: vmmkv.driver.entries does not compile"):
         use(copied, tmp_path)
 

@@ -17,8 +17,8 @@ from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
+from vmmkv.compiled.code import keep
 from vmmkv.driver import host
-from vmmkv.driver.driver import keep
 from vmmkv.driver.mapping import PIECE
 from vmmkv.driver.table import FUNCTIONS
 from vmmkv.errors import OutOfPagesError

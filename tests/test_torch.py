@@ -115,7 +115,7 @@ C_FUNCTIONS = """
     from numba import carray, cfunc, njit, types
     from numba.core import cgutils
     from numba.extending import intrinsic
-    from vmmkv.driver.driver import keep
+    from vmmkv.compiled.code import keep
     from vmmkv.driver.host import NullDriver
     from vmmkv.torch.allocator import Allocator
 

@@ -28,8 +28,13 @@ PACKAGE = Path(__file__).parent.parent
 SHIPPED = Path(__file__).parent / "machine_code"
 
 _kept: list[object] = []
-"""Engines and callbacks. Machine code outlives the interpreter: a daemon thread may be in it at the end."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
+
+
+def keep(*objects: object) -> None:
+    """Keeps machine code, and what it is given addresses of, also after the interpreter: a daemon thread may be in a
+    call when the process ends."""
+    _kept.extend(objects)
 
 
 def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[Any]:
@@ -55,11 +60,11 @@ def address_of(function: Any) -> int:
         from numba import cfunc
 
         function = cfunc(signature_of(function.py_func), error_model="numpy")(function.py_func)
-        _kept.append(function)
+        keep(function)
         return int(function.address)
     if INTERPRETED:
         function = _prototype(function)(function)
-        _kept.append(function)
+        keep(function)
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -89,7 +94,7 @@ def load(module: Any, names: Sequence[str]) -> list[int]:
     machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    _kept.append(engine)
+    keep(engine)
     return [engine.get_function_address(f"vmmkv_{name}") for name in names]
 
 
@@ -120,17 +125,21 @@ def _find(library: str, made_of: str) -> Any:
             return module
         print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
         make(library, folder)
-        return _read(folder / name)
+        return _parse(folder / name)
 
 
 def _read(path: Path) -> Any:
     """The LLVM module in a file; None where there is none, or none that this LLVM can read: a part of one, or one of a
     later LLVM."""
+    with suppress(OSError, RuntimeError):
+        return _parse(path)
+    return None
+
+
+def _parse(path: Path) -> Any:
     import llvmlite.binding as llvm
 
-    with suppress(OSError, RuntimeError):
-        return llvm.parse_bitcode(path.read_bytes())
-    return None
+    return llvm.parse_bitcode(path.read_bytes())
 
 
 def _writable_cache() -> Path | None:
@@ -151,9 +160,12 @@ def _one_at_a_time(folder: Path | None) -> Iterator[Path]:
         with TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             yield Path(temporary)
         return
-    with open(folder / "lock", "w") as file:
-        flock(file, LOCK_EX)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        flock(lock, LOCK_EX)
         yield folder
+    finally:
+        os.close(lock)
 
 
 def make(library: str, folder: Path) -> None:

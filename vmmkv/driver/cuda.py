@@ -11,8 +11,9 @@ from typing import Any
 import cuda.bindings.driver as cu
 import torch
 
+from ..compiled.code import keep
 from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError
-from .driver import Driver, check_page_size, keep
+from .driver import Driver, check_page_size
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -99,9 +100,8 @@ class CudaDriver(Driver):
         check("cuDeviceGet", status)
         status, context = cu.cuDevicePrimaryCtxRetain(ordinal)  # for ever, like torch
         check("cuDevicePrimaryCtxRetain", status)
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # what pages can do, and what `cuMemCreate` is asked for
             self.features, self.allocation, granularity = self._probe(ordinal)
-        """What pages can do, what `cuMemCreate` is asked for, and bytes of the smallest page."""
         self.access = {writable: [self._access_description(writable)] for writable in (False, True)}
         """What `cuMemSetAccess` is asked for, by whether pages may be written."""
         libcuda = ctypes.CDLL("libcuda.so.1")

@@ -12,7 +12,7 @@ from typing import Any, NewType
 import numpy as np
 import torch
 
-from ..compiled.code import address_of
+from ..compiled.code import address_of, keep
 from ..errors import DeviceError, DriverError, ForkError, LayoutError, StreamCaptureError
 from . import entries
 from .fencing import EVENTS, SLOTS, STREAM
@@ -21,13 +21,16 @@ from .table import (
     CREATE,
     DRIVER,
     FORKED,
+    FREE,
     MAP,
     RELEASE,
+    RESERVE,
     SCRATCH,
     SET_ACCESS,
     SET_READ_ACCESS,
     STATUS,
     UNMAP,
+    WAIT_FOR,
 )
 
 Handle = NewType("Handle", int)
@@ -41,16 +44,11 @@ STEPS = {
     SET_READ_ACCESS: "set_access",
     CREATE: "create",
     RELEASE: "release",
+    RESERVE: "reserve",
+    FREE: "free",
+    WAIT_FOR: "wait_for",
 }
 """By kind: the function of the table."""
-
-_kept: list[object] = []
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
-
-
-def keep(*objects: object) -> None:
-    """Keeps what compiled code is given addresses of, also after the interpreter: a daemon thread may be in a call."""
-    _kept.extend(objects)
 
 
 class Driver:
@@ -99,46 +97,43 @@ class Driver:
 
     def reserve(self, nbytes: int) -> int:
         """Reserves a virtual range and returns its address."""
-        scratch, at = new_scratch()
-        status = entries.reserve(self.address, nbytes, self.alignment, at)
-        if status:
-            raise self.error("reserve", status, f"reserving {nbytes} bytes of addresses")
-        return scratch[STATUS]
+        out = array("q", [0])
+        self.make_step(RESERVE, out.buffer_info()[0], nbytes, self.alignment, f"reserving {nbytes} bytes of addresses")
+        return out[0]
 
     def free(self, address: int, nbytes: int) -> None:
         """Gives a whole reserved range back; nothing may be mapped in it."""
-        _scratch, at = new_scratch()
-        self._check("free", entries.free(self.address, address, nbytes, at))
+        self.make_step(FREE, address, nbytes)
 
     def create(self, pages: int = 1) -> Handle:
         """Makes one piece of memory, of several pages side by side if asked. Raises `DriverOutOfMemoryError` when the
         device has none left."""
         out = array("q", [0])
-        self._step(CREATE, out.buffer_info()[0], pages * self.page_size, 1)
+        self.make_step(CREATE, out.buffer_info()[0], pages * self.page_size, 1)
         return Handle(out[0])
 
     def release(self, handle: Handle) -> None:
         """Gives a piece of memory back; it may be mapped nowhere."""
         word = array("q", [handle])
-        self._step(RELEASE, word.buffer_info()[0], 0, 1)
+        self.make_step(RELEASE, word.buffer_info()[0], 0, 1)
 
     def map(self, address: int, handle: Handle, pages: int = 1) -> None:
         """Puts a piece of memory, which is of so many pages, under `address`, where nothing is mapped."""
-        self._step(MAP, address, pages * self.page_size, handle)
+        self.make_step(MAP, address, pages * self.page_size, handle)
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         """Makes a range of mapped pages readable, and writable or read-only."""
-        self._step(SET_ACCESS if writable else SET_READ_ACCESS, address, nbytes, 0)
+        self.make_step(SET_ACCESS if writable else SET_READ_ACCESS, address, nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Takes away what is mapped in a range, whole pieces; where nothing is mapped it stays so."""
-        self._step(UNMAP, address, nbytes, 0)
+        self.make_step(UNMAP, address, nbytes)
 
-    def _step(self, *step: int) -> None:
-        steps, spent = array("q", step), array("q", bytes(96))
-        scratch, at = new_scratch()
-        if not entries.run(self.address, steps.buffer_info()[0], 1, spent.buffer_info()[0], at):
-            raise self.error(STEPS[step[0]], scratch[STATUS])
+    def make_step(self, kind: int, address: int, nbytes: int = 0, other: int = 0, detail: str = "") -> None:
+        """Makes one call (see `vmmkv.driver.running`), without the interpreter's lock. Raises `DriverError`."""
+        step, (scratch, at) = array("q", [kind, address, nbytes, other]), new_scratch()
+        if not entries.run(self.address, step.buffer_info()[0], 1, 0, at):
+            raise self.error(STEPS[kind], scratch[STATUS], detail)
 
     # -------------------------------------------------------------- streams
 

@@ -9,10 +9,7 @@ from . import fencing, mapping, running
 ENTRIES = [
     running.run,
     running.queue,
-    running.reserve,
-    running.free,
     running.synchronize,
-    running.wait_for,
     fencing.record,
     fencing.pending,
     fencing.order,

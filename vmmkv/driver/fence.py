@@ -18,7 +18,7 @@ from . import entries
 from .driver import Driver, handle_of, new_scratch
 from .fencing import FAILED, FULL, SLOTS
 from .running import CAPTURED
-from .table import STATUS
+from .table import STATUS, WAIT_FOR
 
 
 def check_stream(stream: Any, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class Fence:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it had not passed when somebody last asked. Asks nobody."""
+        """Whether it had not passed at the last query. Makes no query."""
         return self.slots != 0
 
     def passed(self) -> bool:
@@ -124,10 +124,7 @@ class Fence:
     def wait(self) -> None:
         """Waits until it has passed."""
         while self.driver and (event := entries.first_event(self.driver.address, self.slots, self.tick)):
-            _scratch, at = new_scratch()
-            status = entries.wait_for(self.driver.address, event, at)
-            if status:
-                raise self.driver.error("wait_for", status)
+            self.driver.make_step(WAIT_FOR, event)
             self.passed()
         self.slots = 0
 

@@ -5,7 +5,7 @@ when on each of these streams the last event up to that tick has. So two fences 
 and the later of their ticks. Each slot has a ring of events, oldest first.
 
 Invariants:
- 1. Ticks in a ring ascend; each event there was recorded at its tick, and nobody has seen it pass.
+ 1. Ticks in a ring ascend; each event there was recorded at its tick, and no query has found it passed.
  2. Of ticks that a ring has no event for, those below `low` have passed. Where the ring was full, the oldest event
     stands for all that were dropped before it, from `low` on: what waits for them waits a little longer.
  3. A slot is given to another stream only while its ring is empty, and an event is recorded there in the same call:

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..compiled.code import address_of
+from ..compiled.code import address_of, keep
 from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
 from . import entries
-from .driver import Driver, check_page_size, keep
+from .driver import Driver, check_page_size
 from .limits import memory, read
 from .mapping import FILE, HOST, RANGE
 from .table import FUNCTIONS, NO_MAPPINGS

@@ -10,7 +10,7 @@ Invariants:
  1. `HOST.mappings` is at least the number of mappings in all reserved ranges, whatever is unmapped next: one for each
     page, and for each gap before, between and behind runs of pages. Linux merges some; whether it does is luck.
  2. `host_map` returns `NO_MAPPINGS`, and maps nothing, where there would be more than `HOST.allowed`, and a recount
-    (`vmmkv.driver.limits`) finds no room either.
+    (`vmmkv.driver.host`) finds no room either.
  3. What drivers share is changed under a lock, and no Python runs under it.
 """
 

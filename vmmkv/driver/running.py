@@ -9,10 +9,12 @@ from .table import (
     CELL,
     CREATE,
     DRIVER,
+    FREE,
     MAP,
     MODE,
     OUT_OF_MEMORY,
     RELEASE,
+    RESERVE,
     SCRATCH,
     SET_ACCESS,
     SET_READ_ACCESS,
@@ -20,6 +22,7 @@ from .table import (
     TIME,
     UNMAP,
     VACANT,
+    WAIT_FOR,
 )
 
 MONOTONIC, RELAXED, WORD = 1, 2, 8
@@ -56,35 +59,50 @@ def now(driver: int, scratch: int) -> int:
 
 
 @inner
-def step(driver: int, kind: int, address: int, nbytes: int, handle: int) -> int:
-    """Makes one call. `create` and `release` write to `handle` words from `address` on, or read from the first."""
+def step(driver: int, kind: int, address: int, nbytes: int, other: int) -> int:
+    """Makes one call. `create` and `release` write to `other` words from `address` on, or read from the first;
+    `reserve` writes to the word there, and `other` is the alignment."""
     d = view(driver, 1, DRIVER)[0]
     if kind == UNMAP:
         return call(d.unmap, (address, nbytes))
     if kind == MAP:
-        return call(d.map, (address, nbytes, 0, handle, 0))
+        return call(d.map, (address, nbytes, 0, other, 0))
     if kind == SET_ACCESS:
         return call(d.set_access, (address, nbytes, d.access, 1))
     if kind == SET_READ_ACCESS:
         return call(d.set_access, (address, nbytes, d.read_access, 1))
+    if kind == RESERVE:
+        return call(d.reserve, (address, nbytes, other, 0, 0))
+    if kind == FREE:
+        return call(d.free, (address, nbytes))
+    if kind == WAIT_FOR:
+        return call(d.wait_for, (address,))
     if kind == CREATE:
         status = call(d.create, (address, nbytes, d.property, 0))
     else:
         status = call(d.release, (view(address, 1, np.int64)[0],))
     if status == 0:
-        words = view(address, handle, np.int64)
-        for index in range(handle):
+        words = view(address, other, np.int64)
+        for index in range(other):
             words[index] = VACANT if kind == RELEASE else words[0]
     return status
 
 
+@inner
+def meter(spent: int, kind: int, calls: int, nanoseconds: int) -> None:
+    """Adds to what a meter has of a kind of steps; 0 is no meter."""
+    if spent:
+        place = view(spent, (RELEASE + 1, 2), np.int64)[SET_ACCESS if kind == SET_READ_ACCESS else kind]
+        place[0] += calls
+        place[1] += nanoseconds
+
+
 @entry_without_lock
 def run(driver: int, steps: int, count: int, spent: int, scratch: int) -> int:
-    """Makes steps of four numbers each (kind, address, bytes, handle) until one fails; returns how many were made. The
-    status goes to the scratch; calls and nanoseconds by kind are added at `spent`: the clock is read once for a run of
-    one kind."""
+    """Makes steps of four numbers each (kind, address, bytes, and one more) until one fails; returns how many were
+    made. The status goes to the scratch; calls and nanoseconds by kind are added at `spent`, unless that is 0: the
+    clock is read once for a run of one kind."""
     table, status_of = view(steps, (count, 4), np.int64), view(scratch, SCRATCH, np.int64)
-    meter = view(spent, (RELEASE + 1, 2), np.int64)
     status = enter(driver, scratch)
     status_of[STATUS] = status
     if status:
@@ -93,13 +111,12 @@ def run(driver: int, steps: int, count: int, spent: int, scratch: int) -> int:
     while done < count and status == 0:
         kind = table[done, 0]
         status = step(driver, kind, table[done, 1], table[done, 2], table[done, 3])
-        counted = SET_ACCESS if kind == SET_READ_ACCESS else kind
         if status == 0:
-            meter[counted, 0] += 1
+            meter(spent, kind, 1, 0)
             done += 1
         if status or done == count or table[done, 0] != kind:
             time = now(driver, scratch)
-            meter[counted, 1] += time - start
+            meter(spent, kind, 0, time - start)
             start = time
     leave(driver, scratch)
     status_of[STATUS] = status
@@ -139,26 +156,6 @@ def queue(
 
 
 @entry_without_lock
-def reserve(driver: int, nbytes: int, alignment: int, scratch: int) -> int:
-    """Reserves addresses; the first goes to the scratch's first word. Returns a status."""
-    status = enter(driver, scratch)
-    if status == 0:
-        status = call(view(driver, 1, DRIVER)[0].reserve, (scratch + STATUS * WORD, nbytes, alignment, 0, 0))
-        leave(driver, scratch)
-    return status
-
-
-@entry_without_lock
-def free(driver: int, address: int, nbytes: int, scratch: int) -> int:
-    """Gives a whole reserved range back. Returns a status."""
-    status = enter(driver, scratch)
-    if status == 0:
-        status = call(view(driver, 1, DRIVER)[0].free, (address, nbytes))
-        leave(driver, scratch)
-    return status
-
-
-@entry_without_lock
 def synchronize(driver: int, current: int, scratch: int) -> int:
     """Waits for all work on the device, unless the current stream is captured. Returns a status, or `CAPTURED`.
 
@@ -177,14 +174,4 @@ def synchronize(driver: int, current: int, scratch: int) -> int:
         elif status == 0:
             status = call(d.deallocate, (view(scratch, SCRATCH, np.int64)[STATUS],))
     leave(driver, scratch)
-    return status
-
-
-@entry_without_lock
-def wait_for(driver: int, event: int, scratch: int) -> int:
-    """Waits for an event. Returns a status."""
-    status = enter(driver, scratch)
-    if status == 0:
-        status = call(view(driver, 1, DRIVER)[0].wait_for, (event,))
-        leave(driver, scratch)
     return status

@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 FUNCTIONS = {
-    "reserve": 5,  # (out, bytes, 0, 0, 0)
+    "reserve": 5,  # (out, bytes, alignment, 0, 0)
     "free": 2,  # (address, bytes)
     "create": 4,  # (out, bytes, property, 0)
     "release": 1,  # (handle)
@@ -55,8 +55,8 @@ FENCES = ("tick", "streams_at", "ticks_at", "events_at")
 DRIVER = np.dtype([(name, np.int64) for name in (*FUNCTIONS, *ARGUMENTS, "clock", *FENCES)])
 """`clock` is `clock_gettime`."""
 
-UNMAP, MAP, SET_ACCESS, CREATE, RELEASE, RESERVE, SET_READ_ACCESS = range(7)
-"""Kinds of steps, and, but for the last, of what a meter counts."""
+UNMAP, MAP, SET_ACCESS, CREATE, RELEASE, RESERVE, SET_READ_ACCESS, FREE, WAIT_FOR = range(9)
+"""Kinds of steps. A meter counts those up to `RESERVE`."""
 VACANT = -1
 """The handle of a frame that does not exist."""
 

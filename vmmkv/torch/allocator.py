@@ -21,8 +21,8 @@ import ctypes
 
 import numpy as np
 
-from ..compiled.code import address_of, bind, link
-from ..driver.driver import Driver, keep
+from ..compiled.code import address_of, bind, keep, link
+from ..driver.driver import Driver
 from .allocating import ENTRIES, SOURCES, STATE
 
 allocate, deallocate, set_budget = link("vmmkv.torch.allocating", ENTRIES, SOURCES)
