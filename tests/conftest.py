@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import faulty
 import leftovers
 import pytest
 import torch
@@ -169,6 +170,16 @@ def _nothing_is_left() -> Iterator[None]:
     yield
     if left := leftovers.left_since(_at_first):
         pytest.fail(f"left behind: {', '.join(left)}")
+
+
+@pytest.fixture(autouse=True)
+def _no_driver_is_misused() -> Iterator[None]:
+    """Fails a test in which a `FaultyDriver` has refused a call as misuse, also if the caller ignored its status."""
+    faulty.MISUSE.clear()
+    yield
+    misuse, faulty.MISUSE[:] = list(faulty.MISUSE), []
+    if misuse:
+        pytest.fail(f"a driver was misused: {'; '.join(map(str, misuse))}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

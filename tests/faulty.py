@@ -25,6 +25,8 @@ FIRST_STATUS = 1_000_000
 """Statuses from here on stand for exceptions."""
 
 Words = dict[str, Callable[..., int]]
+MISUSE: list[AssertionError] = []
+"""What drivers have refused as misuse in a test, which fails by it even if the caller ignores the status."""
 
 
 @dataclass
@@ -149,6 +151,8 @@ class FaultyDriver:
             self._call(name, *self._arguments(name, *words))
             return 0
         except BaseException as error:
+            if isinstance(error, AssertionError):
+                MISUSE.append(error)
             status = next(self._statuses)
             self._raised[status] = error
             return status
