@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from conftest import ROUNDS
 from test_serving import save, server
 from test_serving_limits import JSON, post
+
+# A thread that ends by `sys.exit` ends well, though pytest warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +105,10 @@ def test_no_json_is_a_fault_of_the_server(address: str, llama: str) -> None:
         assert status < 500, (body, told)
     plain = {"model": llama, "prompt": "w5", "max_tokens": 1}
     assert post(address, "/v1/completions", json.dumps(plain))[0] == 200
+
+
+def test_a_server_ends_the_thread_that_answers_one_request_at_a_time(address: str, llama: str) -> None:
+    """The fixture that looks for threads says so."""
+    body = {"model": llama} | PLAIN["/v1/systemone"]
+    assert post(address, "/v1/systemone", json.dumps(body))[0] < 500
+    assert any("_run" in each.name for each in threading.enumerate())

@@ -16,6 +16,7 @@ import asyncio
 import functools
 import gc
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from types import FrameType
@@ -232,6 +233,13 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         if self._cb_manager is not None:
             cast(RowGenerateManager, self._cb_manager).start()
 
+    def end(self) -> None:
+        """Ends the batches, and the threads of models that answer one request at a time: transformers lets these wait
+        for requests until the process ends."""
+        self.shutdown()
+        while self._generate_managers:
+            self._generate_managers.popitem()[1].submit(sys.exit)  # ends the thread, behind what it does
+
     def row_tokens(self, model: Any) -> int | None:
         """How many tokens a row of a model has, if the model is on rows."""
         return self._row_tokens.get(model)
@@ -310,7 +318,7 @@ def _build(
             finally:
                 minding.cancel()
                 # Its thread would keep the process alive. Requests that are cancelled need the event loop meanwhile.
-                await anyio.to_thread.run_sync(state.shutdown)
+                await anyio.to_thread.run_sync(state.end)
 
     app.router.lifespan_context = lifespan
     publish()
