@@ -128,6 +128,7 @@ PRIVATE = {
     "_can_set_attn_implementation",
     "_cb_config",
     "_cb_manager",
+    "_generate_managers",
     "_create_batch_processor",
     "_from_config",
     "_generation_step",
