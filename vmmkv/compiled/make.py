@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = "vmmkv.driver.entries", "vmmkv.torch.allocating"
+LIBRARIES = "vmmkv.driver.entries", "vmmkv.core.entries", "vmmkv.torch.allocating"
 """All that there are."""
 PROCESSORS = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 """LLVM's names of those that there is bitcode for. It differs in this and in how data lie."""
@@ -69,7 +69,8 @@ def text_of(dispatcher: Any) -> str:
     which compiled functions have none: the process stops there.
     """
     signature = import_module("vmmkv.compiled").signature_of(dispatcher.py_func)
-    dispatcher.compile(signature)
+    if signature.args not in dispatcher.overloads:  # another entry may call this one
+        dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature.args]
     words = [f"i64 %a{index}" for index in range(len(signature.args))]
     return f"""{compiled.library.get_llvm_str()}

@@ -13,7 +13,7 @@ import torch
 
 from ..compiled.code import keep
 from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError
-from .driver import Driver, check_page_size
+from .driver import LEGACY, Driver, check_page_size
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -177,6 +177,9 @@ class CudaDriver(Driver):
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+    def current_handle(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device.index) or LEGACY
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

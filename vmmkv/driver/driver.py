@@ -141,6 +141,10 @@ class Driver:
         """The stream that torch works on now; None where work is never asynchronous."""
         return None
 
+    def current_handle(self) -> int:
+        """The handle of that stream, 0 for none."""
+        return handle_of(self.current_stream())
+
     def new_stream(self) -> Any:
         """A stream that waits for no other; None where work is never asynchronous."""
         return None

@@ -8,8 +8,8 @@ Invariants:
  1. Ticks in a ring ascend; each event there was recorded at its tick, and no query has found it passed.
  2. Of ticks that a ring has no event for, those below `low` have passed. Where the ring was full, the oldest event
     stands for all that were dropped before it, from `low` on: what waits for them waits a little longer.
- 3. A slot is given to another stream only while its ring is empty, and an event is recorded there in the same call:
-    nothing refers to a slot before. Fences from before name no tick of the new stream's, and have passed.
+ 3. A slot is given to another stream only while its ring is empty and it has no users. Then an event is recorded there
+    in the same call, or the slot gets a user. Fences from before name no tick of the new stream's, and have passed.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from .table import CELL, DRIVER, NOT_READY, SCRATCH, STATUS
 
 SLOTS, EVENTS = 62, 16
 """Streams at a time, as many as a word has bits for; and events of a ring."""
-STREAM = np.dtype([(name, np.int64) for name in ("handle", "first", "count", "low")])
+STREAM = np.dtype([(name, np.int64) for name in ("handle", "first", "count", "low", "users")])
 WITHOUT_TIMING = 2
 FAILED, FULL = -1, -4
 """A call has failed, and the scratch has its status; all slots have work under way."""
@@ -77,7 +77,7 @@ def slot_for(driver: int, handle: int) -> int:
             streams[slot].handle = handle
             return slot
     for slot in range(SLOTS):
-        if ask(driver, slot, d.tick) == 0:
+        if streams[slot].users == 0 and ask(driver, slot, d.tick) == 0:
             streams[slot].handle = handle
             return slot
     return FULL

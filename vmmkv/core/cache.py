@@ -1,0 +1,517 @@
+"""Sequences on rows: arguments, errors and lengths over the compiled books."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..driver.fence import Fence, wait_for_device
+from ..errors import (
+    ArgumentError,
+    BusyError,
+    OutOfRowsError,
+    SequenceTooLongError,
+    UseAfterFreeError,
+)
+from ..layout import KVLayout
+from . import entries
+from .pool import ASKED, FRESH, LARGE, ROW_AT, SLOTS_AT, TICK, Ask, Pool, at, busy, record, zeros
+from .tables import (
+    BROKEN,
+    CACHE,
+    CAPTURED,
+    CHANGED,
+    DONE,
+    EXTENT,
+    GONE,
+    LISTS,
+    NEEDS,
+    NO_ROWS,
+    NO_TOKEN,
+    PART,
+    RANGE,
+    RING,
+    ROW,
+    ROW_BITS,
+    ROW_MASK,
+    STALE,
+    TAKEN,
+    TOO_LONG,
+    TWICE,
+)
+
+NO_LIMIT = 1 << 40
+"""The limit, in pages, of an account that may have all of its pool."""
+
+
+class Watch(weakref.ref["Sequence"]):
+    """What frees a sequence that is collected: its callback appends to a deque, which nothing interrupts."""
+
+    __slots__ = ("ticket",)
+    ticket: int
+
+
+class Sequence:
+    """A sequence of a `Cache`: a row's owner number and the row, in one integer."""
+
+    __slots__ = ("__weakref__", "cache", "cell")
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.cell = cache, array("q", (0,))
+
+    @property
+    def ticket(self) -> int:
+        """What names it to compiled code."""
+        return self.cell[0]
+
+    @property
+    def row(self) -> int:
+        """Its row."""
+        return self.record_index()
+
+    def record_index(self) -> int:
+        """The row. Raises `UseAfterFreeError`."""
+        ticket = self.cell[0]
+        row = ticket & ROW_MASK
+        if not ticket or self.cache.owners[row] != ticket >> ROW_BITS:
+            raise gone()
+        return row
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, with those in front of `start`."""
+        return int(self.cache.lengths[self.record_index()])
+
+    @property
+    def start(self) -> int:
+        """The first token that it still has."""
+        return int(self.cache.starts[self.record_index()])
+
+    @property
+    def capacity(self) -> int:
+        """The length up to which it grows without a driver call."""
+        return int(self.cache.capacities[self.record_index()])
+
+    def extend(self, tokens: int) -> None:
+        """Makes room for more tokens: see `Cache.extend`."""
+        cache = self.cache
+        code = entries.grow_one(cache.address, self.cell[0], tokens, -1) if tokens >= 0 else NEEDS
+        if code == RING:
+            cache.pool.ring()
+        elif code != DONE:
+            cache.grow(self.cell, 1, tokens, None)
+
+    def extend_in_place(self, tokens: int, held: int = -1) -> bool:
+        """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
+        code = entries.grow_one(self.cache.address, self.cell[0], tokens, held)
+        if code == RING:
+            self.cache.pool.ring()
+        return code >= DONE
+
+    def truncate(self, tokens: int) -> None:
+        """Drops tokens from one on."""
+        self.cache.keep(self, -1, tokens)
+
+    def release_before(self, token: int) -> None:
+        """Drops tokens in front of one."""
+        self.cache.keep(self, token, -1)
+
+    def fork(self) -> Sequence:
+        """Starts a sequence with the same tokens."""
+        return self.cache.share(self, self.length)
+
+    def record_stream(self, stream: Any) -> None:
+        """Names a stream that uses the sequence."""
+        self.cache.record_stream(self, stream)
+
+    def free(self) -> None:
+        """Ends it."""
+        self.cache.free((self,))
+
+
+class Cache:
+    """Rows of virtual memory on a pool.
+
+    Args:
+        pool: the physical memory.
+        layout: the shape of a token.
+        max_sequences: rows.
+        max_seq_len: tokens of a row.
+        limit: the most pages that it may use; None is all of the pool.
+        reserved: pages that it can have at any time.
+        lookahead: tokens that the mapper maps behind each sequence.
+        overread: tokens behind each length that are mapped, too.
+        large: whether prompts go on large frames.
+        scrub: whether bytes of a sequence are filled before another can read them.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        *,
+        limit: int | None = None,
+        reserved: int = 0,
+        lookahead: int = 0,
+        overread: int = 0,
+        large: bool = True,
+        scrub: bool = False,
+    ) -> None:
+        self.pool, self.layout, self.max_sequences, self.max_seq_len = pool, layout, max_sequences, max_seq_len
+        records, size = layout.record_bytes, pool.driver.page_size
+        self.ranges = zeros(len(records), RANGE)
+        for part, nbytes in zip(self.ranges, records):
+            row_pages = -(-(max_seq_len + overread) * nbytes // size)
+            row_pages = -(-row_pages // LARGE) * LARGE if row_pages >= LARGE and large else row_pages
+            pages = max_sequences * row_pages
+            part["record"], part["row_pages"] = nbytes, row_pages
+            part["address"], part["pages_at"] = pool.driver.reserve(pages * size), at(zeros(pages, np.dtype(np.int32)))
+        self.rows = zeros(max_sequences + LISTS, ROW)
+        self.extents = zeros(max_sequences * len(records), EXTENT)
+        self.account = pool.open_account(NO_LIMIT if limit is None else limit, reserved)
+        self.state = record(
+            CACHE, pool=pool.address, account=self.account, num_rows=max_sequences, ranges=len(records),
+            ranges_at=at(self.ranges), rows_at=at(self.rows), extents_at=at(self.extents), max_tokens=max_seq_len,
+            overread=overread, lookahead=lookahead, large=int(large), key_of_sequence=int(scrub),
+            queue_at=at(zeros(max_sequences, np.dtype(np.int64))),
+        )  # fmt: skip
+        self.address = at(self.state)
+        self._link_rows()
+        self.owners, self.lengths = self.rows["owner"], self.rows["length"]
+        self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
+        self._dead: deque[Watch] = deque()
+        self._watches: list[Watch | None] = [None] * max_sequences
+        self.slot = int(np.flatnonzero(pool.caches == 0)[0])
+        pool.caches[self.slot] = self.address
+
+    def _link_rows(self) -> None:
+        """Puts all rows on the list of those without pages."""
+        count, heads = self.max_sequences, np.arange(self.max_sequences, self.max_sequences + LISTS)
+        rows, numbers = self.rows, np.arange(self.max_sequences)
+        rows["next"][count:] = rows["prev"][count:] = rows["older"][count:] = rows["younger"][count:] = heads
+        rows["next"][:count], rows["prev"][:count] = numbers + 1, numbers - 1
+        rows["prev"][0], rows["next"][count], rows["prev"][count] = count, 0, count - 1
+        rows["list"][count:] = -1
+
+    # ------------------------------------------------------------------ sequences
+
+    def sequence(self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None) -> Sequence:
+        """Starts a sequence of so many tokens."""
+        if self._dead:
+            self.sweep()
+        sequence = Sequence(self)
+        if max(tokens, expected) > self.max_seq_len:
+            raise too_long(max(tokens, expected), self.max_seq_len)
+        self._adopt(sequence, tokens, expected, key, -1 if row is None else row)
+        if tokens:
+            try:
+                sequence.extend(tokens)
+            except BaseException:
+                self.free((sequence,))
+                raise
+        return sequence
+
+    def _adopt(self, sequence: Sequence, tokens: int, expected: int, key: int, row: int) -> None:
+        """Gives a sequence a row."""
+        ask, handle = Ask(), self.pool.current_handle()
+        arguments = tokens, expected, key, row, handle, sequence.cell.buffer_info()[0]
+        code = entries.adopt(self.address, *arguments, ask.address)
+        while code == NEEDS:
+            if self.pool.change(Ask(), entries.plan_empty, self.address, ask.words[ROW_AT] if row >= 0 else -1) < 0:
+                code = NO_ROWS
+                break
+            code = entries.adopt(self.address, *arguments, ask.address)
+        self._started(sequence, code, ask, row)
+
+    def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
+        """Watches a sequence that has begun, or raises why it has not."""
+        if code < 0:
+            if code in (NO_ROWS, TAKEN):
+                which = (
+                    f"row {row} belongs to a live sequence" if code == TAKEN else "all rows belong to live sequences"
+                )
+                raise OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
+            raise self.pool.error(code, ask)
+        if ask.words[FRESH]:
+            self.pool.driver.slot_streams[ask.words[FRESH] - 1] = self.pool.driver.current_stream()
+        watch = Watch(sequence, self._dead.append)
+        watch.ticket = ticket = sequence.cell[0]
+        self._watches[ticket & ROW_MASK] = watch
+        if code == RING:
+            self.pool.ring()
+
+    def sweep(self) -> None:
+        """Ends sequences that were collected."""
+        while self._dead:
+            watch = self._dead.popleft()
+            tickets, ask = array("q", (watch.ticket,)), Ask()
+            code = entries.free(self.address, tickets.buffer_info()[0], 1, self.pool.current_handle(), ask.address)
+            if code == CAPTURED:
+                self._dead.append(watch)
+                return
+
+    def free(self, sequences: Iterable[Sequence]) -> None:
+        """Ends sequences. One fence serves all of them; those that were freed are ignored.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured on one of their streams; none has ended.
+        """
+        tickets, ask = array("q", [each.cell[0] for each in sequences]), Ask()
+        address, count = tickets.buffer_info()
+        code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
+        if code < 0:
+            raise self.pool.error(code, ask)
+
+    # ------------------------------------------------------------------ tokens
+
+    def extend(self, sequences: Iterable[Sequence], tokens: Any, *, starts: Iterable[int] | None = None) -> None:
+        """Makes room for more tokens in sequences: all of them or none.
+
+        Args:
+            tokens: one number for all, or one for each.
+            starts: for sequences without tokens, the first token that will be read.
+
+        Raises:
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, BusyError: no
+                sequence has changed.
+            ValueError: a sequence is named twice.
+        """
+        batch = list(sequences)
+        tickets = array("q", [each.cell[0] for each in batch])
+        counts = None if isinstance(tokens, int) else array("q", tokens)
+        if any(each.cache is not self for each in batch) or (counts is not None and len(counts) != len(batch)):
+            raise ArgumentError("got sequences of another cache, or not one number for each")
+        begins = None if starts is None else array("q", starts)
+        self.grow(tickets, len(batch), tokens if counts is None else -1, counts, begins)
+
+    def grow(
+        self, tickets: array[int], count: int, each: int, counts: array[int] | None, starts: array[int] | None = None
+    ) -> None:
+        """`extend`, of tickets; `each` is negative where there are counts."""
+        if self._dead:
+            self.sweep()
+        if (counts is None and each < 0) or (counts is not None and count and min(counts) < 0):
+            raise ValueError("asked for a negative number of tokens; to drop tokens use truncate")
+        ask, begins = Ask(), starts.buffer_info()[0] if starts is not None else 0
+        arguments = self.address, tickets.buffer_info()[0], count, each, counts.buffer_info()[0] if counts else 0
+        code = NEEDS if starts is not None else entries.grow(*arguments, ask.address)
+        while code == NEEDS or code == STALE:
+            code = self.pool.change(ask, entries.plan_growth, *arguments, begins)
+            if code == PART or code == BROKEN:
+                self._part_before(ask.words[ROW_AT], code)
+                code = NEEDS
+        if code == RING:
+            self.pool.ring()
+        elif code < 0:
+            raise self._error(code, ask)
+
+    def _part_before(self, row: int, code: int) -> None:
+        """Lets a row write behind its length: what lies there is copied, or mapped, first."""
+        ticket = int(self.owners[row]) << ROW_BITS | row
+        if code == BROKEN:
+            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+            return
+        self.part(ticket, int(self.lengths[row]))
+
+    def part(self, ticket: int, token: int) -> None:
+        """Makes a row the only one with its pages from a token on, a frame at a time."""
+        pool, size = self.pool, self.pool.driver.page_size
+        if pool.copying._is_owned():  # type: ignore[attr-defined]
+            raise busy()
+        with pool.copying:
+            self._unstage()
+            for part, record_bytes in enumerate(self.layout.record_bytes):
+                while self._part_step(ticket, part, token * record_bytes // size):
+                    pass
+
+    def _part_step(self, ticket: int, part: int, page: int) -> bool:
+        """Makes one step of `part`; returns whether there may be more."""
+        ask, before = Ask(), self.shared_end(ticket, part)
+        code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
+        if code == GONE:
+            raise gone()
+        if code == BROKEN:
+            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+            return True
+        if ask.words[ROW_AT]:
+            try:
+                self._wait_for_row(ticket)
+                self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
+            except BaseException:
+                self._unstage()
+                raise
+        return self.shared_end(ticket, part) > max(page, 0) and self.shared_end(ticket, part) != before
+
+    def shared_end(self, ticket: int, part: int) -> int:
+        """The page below which a row's pages may be others', too."""
+        return int(self.extents[(ticket & ROW_MASK) * len(self.ranges) + part]["shared"])
+
+    def _unstage(self) -> None:
+        """Gives up a copy that was left in the staging range."""
+        if self.pool.word("staged"):
+            wait_for_device(self.pool.driver)
+            self.pool.change(Ask(), entries.plan_unstage, self.pool.address)
+
+    def _wait_for_row(self, ticket: int) -> None:
+        """Waits for all work on a row."""
+        ask = Ask()
+        code = entries.fence(self.address, ticket, ask.address)
+        if code < 0:
+            raise gone() if code == GONE else self.pool.error(code, ask)
+        Fence(self.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
+
+    def keep(self, sequence: Sequence, start: int, length: int) -> None:
+        """Has a sequence keep some of its tokens; -1 keeps a bound."""
+        ask = Ask()
+        code = entries.keep(self.address, sequence.cell[0], start, length, ask.address)
+        if code < 0:
+            raise self._error(code, ask)
+
+    def share(
+        self, source: Sequence | int, tokens: int, *, key: int = 0, frames: array[int] | None = None, expected: int = 0
+    ) -> Sequence:
+        """Starts a sequence with the first tokens of another, or of a row: full frames are shared, the rest copied.
+
+        Args:
+            source: a sequence, or the number of a parked row, or -1 where all tokens lie on `frames`.
+            frames: stand for the full frames in front, as guests list them.
+        """
+        row = source.record_index() if isinstance(source, Sequence) else source
+        if isinstance(source, Sequence):
+            key = int(self.rows["key"][row])
+        sequence = self.sequence(key=key, expected=expected)
+        if self.state[0]["key_of_sequence"] and row >= 0:
+            self.rows["key"][sequence.record_index()] = self.rows["key"][row]
+        frames_at = frames.buffer_info()[0] if frames is not None else 0
+        try:
+            ask = Ask()
+            code = self.pool.change(ask, entries.plan_share, self.address, sequence.ticket, row, tokens, frames_at)
+            if code < 0:
+                raise self._error(code, ask)
+        except BaseException:
+            self.free((sequence,))
+            raise
+        return sequence
+
+    def adopt_kept(self, row: int, last: int, tokens: int, expected: int = 0) -> Sequence | None:
+        """Starts a sequence on a parked row, with tokens that another has left there; None: they are gone."""
+        sequence, ask = Sequence(self), Ask()
+        code = entries.adopt_kept(
+            self.address, row, last, tokens, expected, self.pool.current_handle(), sequence.cell.buffer_info()[0],
+            ask.address,
+        )  # fmt: skip
+        if code == GONE:
+            return None
+        self._started(sequence, code, ask, row)
+        return sequence
+
+    def record_stream(self, sequence: Sequence, stream: Any) -> None:
+        """Names a stream that uses a sequence."""
+        from ..driver.driver import handle_of
+
+        ask = Ask()
+        code = entries.record_stream(self.address, sequence.ticket, handle_of(stream), ask.address)
+        if code < 0:
+            raise gone() if code == GONE else self.pool.error(code, ask)
+        if ask.words[FRESH]:
+            self.pool.driver.slot_streams[ask.words[FRESH] - 1] = stream
+
+    def batch(self, sequences: Iterable[Sequence] = ()) -> Batch:
+        """A batch handle: sequences that grow together step by step."""
+        return Batch(self, sequences)
+
+    def _error(self, code: int, ask: Ask) -> Exception:
+        """What a code about sequences is raised as."""
+        if code == GONE:
+            return gone()
+        if code == TOO_LONG:
+            return too_long(ask.words[ASKED], self.max_seq_len)
+        if code == TWICE:
+            return ValueError("a sequence is named twice")
+        if code == NO_TOKEN:
+            return ValueError("asked for tokens that the sequence does not have")
+        if code == CHANGED:
+            return BusyError("another thread has changed the sequence meanwhile")
+        return self.pool.error(code, ask)
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends all sequences and gives all memory back, behind all work on the device."""
+        wait_for_device(self.pool.driver)
+        with self.pool.copying:
+            self._unstage()
+        rows = np.flatnonzero(self.owners[: self.max_sequences])
+        tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
+        ask = Ask()
+        entries.free(self.address, tickets.buffer_info()[0], len(tickets), self.pool.current_handle(), ask.address)
+        wait_for_device(self.pool.driver)
+        for row in np.flatnonzero(self.extents["mapped"].reshape(self.max_sequences, -1).any(1)):
+            self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
+        self.pool.caches[self.slot] = 0
+        self.pool.close_account(self.account)
+        for part in self.ranges:
+            nbytes = int(part["row_pages"]) * self.max_sequences * self.pool.driver.page_size
+            self.pool.driver.free(int(part["address"]), nbytes)
+
+
+class Batch:
+    """Sequences that grow together: an engine adds and removes them as requests come and go.
+
+    Args:
+        cache: the cache of all of them.
+        sequences: those that are in it at first.
+    """
+
+    def __init__(self, cache: Cache, sequences: Iterable[Sequence] = ()) -> None:
+        self.cache, self._ask = cache, Ask()
+        self._tickets = np.zeros(cache.max_sequences, np.int64)
+        self._at, self._count = at(self._tickets), 0
+        self.sequences: list[Sequence] = []
+        for each in sequences:
+            self.add(each)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds a sequence, as the last."""
+        if sequence.cache is not self.cache:
+            raise ArgumentError("got a sequence of another cache")
+        self._tickets[self._count] = sequence.ticket
+        self.sequences.append(sequence)
+        self._count += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence; the last one takes its place."""
+        index = self.sequences.index(sequence)
+        last = self.sequences.pop()
+        self._count -= 1
+        if index < self._count:
+            self.sequences[index] = last
+            self._tickets[index] = self._tickets[self._count]
+
+    def extend(self, tokens: int = 1) -> None:
+        """Makes room for as many more tokens in each of them: in all or none. Errors are those of `Cache.extend`."""
+        code = entries.grow(self.cache.address, self._at, self._count, tokens, 0, self._ask.address)
+        if code == RING:
+            self.cache.pool.ring()
+        elif code != DONE:
+            self.cache.grow(array("q", self._tickets[: self._count].tolist()), self._count, tokens, None)
+
+
+def gone() -> UseAfterFreeError:
+    """What is raised for a sequence that has ended."""
+    return UseAfterFreeError("the sequence was freed; start a new one")
+
+
+def too_long(length: int, most: int) -> SequenceTooLongError:
+    """What is raised for a sequence that would outgrow its row."""
+    return SequenceTooLongError(f"asked for {length} tokens; a row is max_seq_len={most} long")

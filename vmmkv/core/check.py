@@ -1,0 +1,167 @@
+"""Whether the tables hold what `vmmkv.core.tables` says of them: for tests, and for debugging."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..driver.table import VACANT
+from ..errors import InvariantError
+from .cache import Cache
+from .pool import LARGE, Pool
+from .tables import CLASSES, LISTS, LIVE, RETIRED, SPARE, VACANT_ROWS
+
+
+class Found:
+    """What the tables of a pool's caches say of each frame."""
+
+    def __init__(self) -> None:
+        self.refs: Counter[int] = Counter()
+        self.users: Counter[int] = Counter()
+        self.place: dict[int, int] = {}
+        self.gain: dict[tuple[int, int], int] = {}
+
+
+def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None, pins: Counter[int] | None = None) -> None:
+    """Raises `InvariantError` where the books of a pool, on which these caches lie, are wrong. `held` and `pins` are
+    what guests hold and have pinned, by frame."""
+    with pool.lock:
+        state = pool.state[0]
+        expect(state["pending"] == 0, "a journal is pending")
+        found, used = Found(), 0
+        for cache in caches:
+            used += check_rows(pool, cache, found)
+        check_frames(pool, found, held or Counter(), pins or Counter())
+        staged = int(state["staged"])
+        pinned = sum(
+            int(pool.frames[frame]["pages"]) for frame in (pins or {}) if not found.users[frame]
+        )
+        used += pinned + (int(pool.frames[staged - 1]["pages"]) if staged else 0) + int(pool.accounts["leased"].sum())
+        expect(used == state["used"], f"used is {state['used']}, and by the rows {used}")
+        open_accounts = pool.accounts[pool.accounts["open"] == 1]
+        expect(open_accounts["used"].sum() == state["used"], "accounts do not add up")
+        committed = np.maximum(open_accounts["used"], open_accounts["reserved"]).sum()
+        expect(committed == state["committed"], "committed is wrong")
+        for cache in caches:
+            check_lists(cache)
+
+
+def expect(holds: Any, words: str) -> None:
+    if not holds:
+        raise InvariantError(words)
+
+
+def check_frames(pool: Pool, found: Found, held: Counter[int], pins: Counter[int]) -> None:
+    """Checks frames, and the stacks of those that are free."""
+    state, frames = pool.state[0], pool.frames
+    staged = {int(state["staged"]) - 1} if state["staged"] else set()
+    free, gone = stack(state, "small") + stack(state, "larges"), stack(state, "unmade")
+    expect(len(set(free + gone)) == len(free + gone), "a frame is on two stacks, or twice on one")
+    created = 0
+    for number in range(int(state["fresh"])):
+        frame = frames[number]
+        where = f"frame {number}"
+        expect(frame["moving"] == 0 and frame["leaving"] == 0, f"{where} is in a journal")
+        if number in gone:
+            expect(frame["handle"] == VACANT and not found.refs[number], f"{where} does not exist, and is used")
+            continue
+        created += int(frame["pages"])
+        expect(frame["refs"] == found.refs[number], f"{where} has refs {frame['refs']}, not {found.refs[number]}")
+        expect(frame["held"] == held[number] + (number in staged), f"{where} is held {frame['held']} times")
+        expect(frame["users"] == found.users[number] + pins[number], f"{where} has users {frame['users']}")
+        expect(frame["place"] == found.place.get(number, 0), f"{where} is not where it is said to be")
+        expect((number in free) == (frame["refs"] == 0 and frame["held"] == 0), f"{where} is free, or is not")
+        expect(frame["pages"] in (1, LARGE), f"{where} has {frame['pages']} pages")
+    expect(created == state["created"], f"created is {state['created']}, and by the frames {created}")
+    expect(created + state["leased"] <= state["budget"] or state["used"] <= state["budget"], "more than the budget")
+
+
+def stack(state: Any, name: str) -> list[int]:
+    """The frames on a stack."""
+    count = int(state[name])
+    return np.frombuffer(ctypes.string_at(int(state[f"{name}_at"]), 8 * count), np.int64).tolist()
+
+
+def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
+    """Checks the rows of a cache; returns the pages that are used and not counted frame by frame, and those of frames
+    that count their first user here."""
+    used, tokens, live = 0, 0, 0
+    size = pool.driver.page_size
+    for row in range(cache.max_sequences):
+        r, gain = cache.rows[row], 0
+        tokens += int(r["length"] - r["start"])
+        live += bool(r["owner"])
+        expect(not r["busy"], f"row {row} is busy")
+        for index, part in enumerate(cache.ranges):
+            e, where = cache.extents[row * len(cache.ranges) + index], f"row {row} of range {index}: {row_text(cache, row, index)}"
+            expect(e["first"] <= e["ready"] <= e["mapped"] or e["first"] == e["mapped"] == 0, f"{where}: extents")
+            expect(e["shared"] <= e["mapped"] and e["readonly"] <= e["mapped"], f"{where}: shared")
+            expect(e["use_end"] <= e["mapped"] or e["use_first"] == e["use_end"], f"{where}: uses what is not mapped")
+            length, record = int(r["length"]), int(part["record"])
+            needed = -(-(length + int(cache.state[0]["overread"])) * record // size) if length else 0
+            expect(e["use_end"] >= needed if r["owner"] else e["use_end"] == 0, f"{where}: tokens on no used page")
+            page = int(e["first"])
+            while page < e["mapped"]:
+                number = table_entry(cache, index, row, page) - 1
+                expect(number >= 0, f"{where}: page {page} is not mapped")
+                frame = pool.frames[number]
+                found.refs[number] += 1
+                found.place[number] = found.place.get(number, 0) ^ row
+                expect((frame["pages"] > 1) == (page < e["head_end"]), f"{where}: page {page} and the large frames")
+                alone = frame["refs"] == 1 and frame["held"] == 0
+                expect(alone or page < e["shared"], f"{where}: page {page} is shared")
+                gain += int(frame["pages"]) if alone else 0
+                if r["owner"] and e["use_first"] <= page < e["use_end"]:
+                    if page < e["shared"]:
+                        used += 0 if found.users[number] else int(frame["pages"])
+                        found.users[number] += 1
+                    else:
+                        used += int(frame["pages"])
+                page += int(frame["pages"])
+        expect(gain == r["gain"], f"row {row} has gain {r['gain']}, not {gain}")
+    expect(tokens == cache.state[0]["tokens"], "tokens are counted wrong")
+    expect(live == cache.state[0]["live"], "sequences are counted wrong")
+    return used
+
+
+def row_text(cache: Cache, row: int, index: int) -> str:
+    """What the books have of a row, for messages."""
+    e, r = cache.extents[row * len(cache.ranges) + index], cache.rows[row]
+    return f"{dict(zip(e.dtype.names, e.tolist()))}, length {r['length']}, start {r['start']}, owner {r['owner']}"
+
+
+def table_entry(cache: Cache, part: int, row: int, page: int) -> int:
+    """An entry of a page table: a frame + 1."""
+    g = cache.ranges[part]
+    place = int(g["pages_at"]) + 4 * (row * int(g["row_pages"]) + page)
+    return ctypes.c_int32.from_address(place).value
+
+
+def check_lists(cache: Cache) -> None:
+    """Checks that each row is on the list where it belongs."""
+    rows, count, seen = cache.rows, cache.max_sequences, 0
+    for which in range(LISTS):
+        head = count + which
+        row, before = int(rows[head]["next"]), head
+        while row != head:
+            r = rows[row]
+            expect(r["list"] == which and r["prev"] == before, f"row {row} is linked wrong")
+            kind = (LIVE, SPARE) if r["owner"] else (VACANT_ROWS, RETIRED, *range(CLASSES, LISTS))
+            expect(which in kind, f"row {row} is on list {which}")
+            row, before, seen = int(r["next"]), row, seen + 1
+        occupied = int(cache.state[0]["classes"]) >> max(which - CLASSES, 0) & 1
+        expect(which < CLASSES or occupied == (before != head), f"the bit of class {which} is wrong")
+    expect(seen == count, f"{seen} of {count} rows are on lists")
+    old, stamp = set(), 0
+    row = int(rows[count]["younger"])
+    while row != count:
+        expect(rows[row]["stamp"] >= stamp, "old rows are out of order")
+        stamp = int(rows[row]["stamp"])
+        old.add(row)
+        row = int(rows[row]["younger"])
+    wanted = {row for row in range(count) if not rows[row]["owner"] and rows[row]["gain"] > 0}
+    expect(old == wanted, f"rows that can be reclaimed are {wanted}, not {old}")

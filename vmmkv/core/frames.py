@@ -1,0 +1,190 @@
+"""Frames: the stacks of those that are free, and where each is mapped."""
+
+import numpy as np
+
+from ..compiled import inner
+from ..compiled.native import view
+from ..driver.table import VACANT
+from .rows import frame_at, link_old, put_frame
+from .tables import (
+    CACHE,
+    EXTENT,
+    FRAME,
+    FRESH_KEY,
+    GAINED,
+    LISTS,
+    POOL,
+    ROW,
+    TAKEN_FRAME,
+)
+
+
+@inner
+def push_free(pool: int, frame: int) -> None:
+    """Puts a frame that exists on the stack of its size."""
+    p = view(pool, 1, POOL)[0]
+    if view(p.frames_at, p.capacity, FRAME)[frame].pages > 1:
+        view(p.larges_at, p.capacity, np.int64)[p.larges] = frame
+        p.larges += 1
+    else:
+        view(p.small_at, p.capacity, np.int64)[p.small] = frame
+        p.small += 1
+
+
+@inner
+def push_gained(pool: int, frame: int) -> None:
+    """Puts a frame that the journal makes free where other steps of the journal find it."""
+    p = view(pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    f.moving = GAINED
+    if f.pages > 1:
+        view(p.gained_large_at, p.capacity, np.int64)[p.gained_large] = frame
+        p.gained_large += 1
+    else:
+        view(p.gained_at, p.capacity, np.int64)[p.gained] = frame
+        p.gained += 1
+
+
+@inner
+def take(pool: int, pages: int) -> int:
+    """Takes a free frame of a size for a step; there is one."""
+    p = view(pool, 1, POOL)[0]
+    if pages > 1:
+        if p.gained_large:
+            p.gained_large -= 1
+            frame = view(p.gained_large_at, p.capacity, np.int64)[p.gained_large]
+        else:
+            p.larges -= 1
+            frame = view(p.larges_at, p.capacity, np.int64)[p.larges]
+    elif p.gained:
+        p.gained -= 1
+        frame = view(p.gained_at, p.capacity, np.int64)[p.gained]
+    else:
+        p.small -= 1
+        frame = view(p.small_at, p.capacity, np.int64)[p.small]
+    view(p.frames_at, p.capacity, FRAME)[frame].moving = TAKEN_FRAME
+    return frame
+
+
+@inner
+def number(pool: int, pages: int) -> int:
+    """Takes the number of a frame that does not exist, for one of so many pages."""
+    p = view(pool, 1, POOL)[0]
+    if p.unmade:
+        p.unmade -= 1
+        frame = view(p.unmade_at, p.capacity, np.int64)[p.unmade]
+    else:
+        frame = p.fresh
+        p.fresh += 1
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    f.handle, f.pages, f.key, f.uses, f.moving = VACANT, pages, FRESH_KEY, 0, TAKEN_FRAME
+    return frame
+
+
+@inner
+def settle_frame(pool: int, frame: int) -> None:
+    """Puts a frame that a step had where it belongs, once the journal is booked."""
+    p = view(pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    if f.moving == 0:
+        return
+    f.moving = 0
+    if f.refs == 0 and f.held == 0:
+        if f.handle == VACANT:
+            view(p.unmade_at, p.capacity, np.int64)[p.unmade] = frame
+            p.unmade += 1
+        else:
+            push_free(pool, frame)
+
+
+@inner
+def add_gain(cache: int, frame: int, sign: int) -> None:
+    """Counts a frame with one mapping, and no guest, in its row."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    if f.refs == 1 and f.held == 0:
+        r = view(c.rows_at, c.num_rows + LISTS, ROW)[f.place]
+        r.gain += sign * f.pages
+        if r.owner == 0 and r.gain > 0 and not r.busy:
+            link_old(cache, f.place)
+
+
+@inner
+def book_map(cache: int, part: int, row: int, page: int, frame: int, shared: int) -> None:
+    """Books that a frame was mapped."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    if e.first == e.mapped:
+        e.first = e.ready = e.mapped = page
+        e.head_end = page if f.pages > 1 else 0
+        e.shared = e.readonly = page if shared else 0
+    put_frame(cache, part, row, page, f.pages, frame + 1)
+    add_gain(cache, frame, -1)
+    f.refs += 1
+    f.place ^= row
+    add_gain(cache, frame, 1)
+    if page == e.mapped:
+        e.mapped = page + f.pages
+        if f.pages > 1:
+            e.head_end = e.mapped
+
+
+@inner
+def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
+    """Books that pages were unmapped, which have left the extents already."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    frames, end = view(p.frames_at, p.capacity, FRAME), page + pages
+    key = view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
+    while page < end:
+        frame = frame_at(cache, part, row, page)
+        f = frames[frame]
+        put_frame(cache, part, row, page, f.pages, 0)
+        add_gain(cache, frame, -1)
+        f.refs -= 1
+        f.place ^= row
+        f.leaving -= 1
+        f.key = key
+        f.uses += 1
+        add_gain(cache, frame, 1)
+        if f.moving == GAINED:
+            settle_frame(c.pool, frame)
+        page += f.pages
+
+
+@inner
+def is_gain(pool: int, frame: int) -> int:
+    """Whether a frame is free once it is unmapped where it is mapped last."""
+    p = view(pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    return 1 if f.refs - f.leaving == 1 and f.held == 0 else 0
+
+
+@inner
+def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
+    """Plans that frames leave a row; returns the pages of those that are free then."""
+    pool, gained = view(cache, 1, CACHE)[0].pool, 0
+    while page < end:
+        frame = frame_at(cache, part, row, page)
+        f = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
+        if is_gain(pool, frame):
+            gained += f.pages
+            push_gained(pool, frame)
+        f.leaving += 1
+        page += f.pages
+    return gained
+
+
+@inner
+def stay(cache: int, part: int, row: int, page: int, end: int) -> None:
+    """Takes `leave` back, where nothing was unmapped."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    while page < end:
+        f = view(p.frames_at, p.capacity, FRAME)[frame_at(cache, part, row, page)]
+        f.leaving -= 1
+        if f.moving == GAINED:
+            f.moving = 0
+        page += f.pages

@@ -1,0 +1,362 @@
+"""Growing rows: within what is mapped, which is one call, and beyond, which is a journal."""
+
+import numpy as np
+
+from ..compiled import entry, inner
+from ..compiled.native import view
+from ..driver.table import SET_ACCESS
+from .journal import begin, close, emit_row, plan_fill, plan_length, plan_pages, plan_unmap, refuse, settle
+from .reclaim import ALL, is_idle, supply
+from .rows import (
+    available,
+    is_over,
+    page_of,
+    pages_for,
+    place,
+    recount,
+    row_of,
+    use,
+    use_tokens,
+)
+from .streams import is_captured
+from .tables import (
+    ACCOUNT,
+    ASK,
+    BROKEN,
+    CACHE,
+    CAPTURED,
+    DEAD,
+    DONE,
+    EXTENT,
+    GONE,
+    LISTS,
+    NEEDS,
+    NO_PAGES,
+    NO_TOKEN,
+    PART,
+    POOL,
+    RING,
+    ROW,
+    ROW_MASK,
+    TOO_LONG,
+    TWICE,
+    WAIT,
+)
+
+
+@inner
+def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
+    """Looks at sequences that are to grow, and writes down their targets. Returns `DONE` if the rows have room, `NEEDS`
+    if pages are to be mapped or counted, or why it cannot be."""
+    c = view(cache, 1, CACHE)[0]
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    counts, code = view(counts_at, count if each < 0 else 0, np.int64), DONE
+    if view(c.pool, 1, POOL)[0].dead:
+        return DEAD
+    c.turn += 1
+    for index in range(count):
+        row = row_of(cache, tickets[index])
+        if row < 0:
+            view(ask, 1, ASK)[0].row = index
+            return GONE
+        r = rows[row]
+        if r.turn == c.turn:
+            view(ask, 1, ASK)[0].row = index
+            return TWICE
+        r.turn = c.turn
+        r.target = r.length + (each if each >= 0 else counts[index])
+        if r.target > r.room:
+            if r.target > c.max_tokens:
+                view(ask, 1, ASK)[0].row, view(ask, 1, ASK)[0].asked = index, r.target
+                return TOO_LONG
+            code = NEEDS
+    return code
+
+
+@inner
+def set_length(cache: int, row: int, length: int) -> int:
+    """Sets the length of a row that has room for it. Returns whether the mapper is to look at the row."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    c.tokens += length - r.length
+    r.length = length
+    return queue_row(cache, row) if length > r.ahead_at else 0
+
+
+@inner
+def queue_row(cache: int, row: int) -> int:
+    """Has the mapper look at a row. Returns whether it is to be woken."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    p = view(c.pool, 1, POOL)[0]
+    if not r.queued:
+        r.queued = 1
+        view(c.queue_at, c.num_rows, np.int64)[(c.queue_first + c.queue_count) % c.num_rows] = row
+        c.queue_count += 1
+        p.hungry += 1
+    return 1 if p.asleep else 0
+
+
+@inner
+def grow_inside(cache: int, tickets_at: int, count: int) -> int:
+    """Gives rows their targets, if all of these lie in pages that are ready: `DONE`, `RING` or `NEEDS`."""
+    c, ring, used_from = view(cache, 1, CACHE)[0], 0, count
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    for index in range(count):
+        r = rows[tickets[index] & ROW_MASK]
+        if r.target > r.capacity:
+            return NEEDS
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].room:
+            use_tokens(cache, row, rows[row].target)
+            used_from = min(used_from, index)
+    if used_from < count and is_over(cache):
+        for index in range(used_from, count):
+            row = tickets[index] & ROW_MASK
+            if rows[row].target > rows[row].room:
+                use_tokens(cache, row, rows[row].length)
+        return NEEDS
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].room:
+            ring |= set_length(cache, row, rows[row].target)
+            recount(cache, row)
+            place(cache, row)
+        else:
+            ring |= set_length(cache, row, rows[row].target)
+    return RING if ring else DONE
+
+
+@entry
+def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
+    """Makes room for `each` more tokens in sequences, or for `counts` where that is negative, if no page has to be
+    mapped. Returns `DONE`, `RING`, `NEEDS`, or why it cannot be. It may be called without any lock."""
+    c = view(cache, 1, CACHE)[0]
+    code = look(cache, tickets_at, count, each, counts_at, ask)
+    if code == NEEDS:
+        return grow_inside(cache, tickets_at, count)
+    if code != DONE:
+        return code
+    rows, tickets, ring = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64), 0
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].length:
+            ring |= set_length(cache, row, rows[row].target)
+    return RING if ring else DONE
+
+
+@entry
+def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
+    """`grow` for one sequence, if its length is `held` or that is negative: whether it has grown."""
+    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
+    if row < 0 or view(c.pool, 1, POOL)[0].dead:
+        return NEEDS
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    target = r.length + tokens
+    if target > r.capacity or (held >= 0 and r.length != held):
+        return NEEDS
+    if target > r.room:
+        use_tokens(cache, row, target)
+        if is_over(cache):
+            use_tokens(cache, row, r.length)
+            return NEEDS
+        ring = set_length(cache, row, target)
+        recount(cache, row)
+        place(cache, row)
+        return RING if ring else DONE
+    return RING if set_length(cache, row, target) else DONE
+
+
+# ---------------------------------------------------------------------- onto pages
+
+
+@inner
+def first_missing(cache: int, row: int, part: int) -> int:
+    """The first page that is not mapped of those that a row begins to use."""
+    c = view(cache, 1, CACHE)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    return e.mapped if e.first < e.mapped else page_of(cache, part, view(c.rows_at, c.num_rows + LISTS, ROW)[row].start)
+
+
+@inner
+def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
+    """Large frames under the pages that a row lacks: where its front lies on such frames, and as long as the row uses,
+    or is expected to use, all of a frame."""
+    c = view(cache, 1, CACHE)[0]
+    large = view(c.pool, 1, POOL)[0].large
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    g_pages = pages_for(cache, part, c.max_tokens + c.overread)
+    if not c.large or page % large or (e.first < e.mapped and page != e.head_end):
+        return 0
+    wish = min(max(end, pages_for(cache, part, r.expected)), g_pages)
+    needed = (end - page + large - 1) // large
+    return max(min(needed, (wish - page) // large), 0)
+
+
+@inner
+def use_targets(cache: int, tickets_at: int, count: int, allow_large: int, tell: int) -> int:
+    """Has rows use the pages of their targets. Returns how many single pages they lack, and `1 << 32` times how many
+    large frames."""
+    c, singles, larges = view(cache, 1, CACHE)[0], 0, 0
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    large = view(c.pool, 1, POOL)[0].large
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].room:
+            use_tokens(cache, row, rows[row].target)
+            for part in range(c.ranges):
+                e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+                page, end = first_missing(cache, row, part), e.use_end
+                if page < end:
+                    found = larges_for(cache, row, part, page, end) if allow_large else 0
+                    larges += found
+                    singles += max(end - page - found * large, 0)
+                    use(cache, row, part, e.use_first, max(end, page + found * large))
+    return larges << 32 | singles
+
+
+@inner
+def unuse_targets(cache: int, tickets_at: int, count: int) -> None:
+    """Takes `use_targets` back."""
+    c, tickets = view(cache, 1, CACHE)[0], view(tickets_at, count, np.int64)
+    rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].room:
+            use_tokens(cache, row, rows[row].length)
+
+
+@inner
+def map_row(cache: int, row: int, larges: int) -> int:
+    """Plans to map what a row lacks of the pages that it uses, on so many large frames at most, to fill what holds
+    another key's bytes. Returns the number of large frames that are left."""
+    c = view(cache, 1, CACHE)[0]
+    large = view(c.pool, 1, POOL)[0].large
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        page, end, filled = first_missing(cache, row, part), e.use_end, e.use_end
+        if page < end:
+            wanted = min(larges_for(cache, row, part, page, end), larges)
+            larges -= wanted
+            filled = plan_pages(cache, row, part, page, wanted, end)
+            end = max(end, page + wanted * large)
+        ready = e.ready if e.first < e.mapped else page
+        if ready < end:
+            emit_row(cache, SET_ACCESS, row, part, ready, end - ready, 0)
+        if filled < end:
+            plan_fill(cache, row, part, filled, end)
+    return larges
+
+
+@entry
+def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: int, starts_at: int, ask: int) -> int:
+    """Plans that sequences grow: all of them or none. With `starts`, sequences without tokens begin to be read there.
+
+    Returns `DONE` or `RING` where no page is missing by now, a serial, or why it cannot be: `PART` and a row that
+    writes to pages that others read; `WAIT` and a fence; `SHORT` and pages that guests have to give up.
+    """
+    c = view(cache, 1, CACHE)[0]
+    pool, asked = c.pool, view(ask, 1, ASK)[0]
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    settle(pool, ask)
+    code = look(cache, tickets_at, count, each, counts_at, ask)
+    if code != NEEDS and code != DONE:
+        return code
+    if starts_at:
+        starts = view(starts_at, count, np.int64)
+        for index in range(count):
+            r = rows[tickets[index] & ROW_MASK]
+            asked.row = index
+            if r.length or starts[index] > r.target:
+                return NO_TOKEN
+    else:
+        inside = grow_inside(cache, tickets_at, count)
+        if inside != NEEDS:
+            return inside
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        for part in range(c.ranges):
+            e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+            if rows[row].broken:
+                asked.row = row
+                return BROKEN
+            if rows[row].target > rows[row].length and page_of(cache, part, rows[row].length) < e.shared:
+                asked.row, asked.available = row, part
+                return PART
+    begin(pool)
+    code = DONE
+    if starts_at:
+        for index in range(count):
+            if code == DONE:
+                code = begin_late(cache, tickets[index] & ROW_MASK, view(starts_at, count, np.int64)[index], ask)
+    code = plan_targets(cache, tickets_at, count, ask) if code == DONE else refuse(pool, code, ask)
+    if code < 0 and starts_at:
+        for index in range(count):
+            rows[tickets[index] & ROW_MASK].start = 0
+            recount(cache, tickets[index] & ROW_MASK)
+    return code
+
+
+@inner
+def begin_late(cache: int, row: int, start: int, ask: int) -> int:
+    """Has a row without tokens begin at a token. Pages that lie too far in front are unmapped. Returns `DONE` or
+    `WAIT`."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        if e.first < e.mapped and not e.first <= page_of(cache, part, start) <= e.mapped:
+            view(ask, 1, ASK)[0].slots = 0
+            if not is_idle(cache, row, ask):
+                return WAIT
+            plan_unmap(cache, row, part, e.first, e.mapped)
+    r.start = start
+    r.room = min(r.room, r.target - 1)
+    return DONE
+
+
+@inner
+def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
+    """Plans to map what rows lack for their targets. The journal is open; a refusal closes it."""
+    c = view(cache, 1, CACHE)[0]
+    pool, asked, level = c.pool, view(ask, 1, ASK)[0], ALL
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    before = available(cache)
+    need = use_targets(cache, tickets_at, count, 1, 0)
+    if is_over(cache):
+        unuse_targets(cache, tickets_at, count)
+        need = use_targets(cache, tickets_at, count, 0, 0)
+    if is_over(cache):
+        missing = before - available_after(cache)
+        unuse_targets(cache, tickets_at, count)
+        asked.asked, asked.available = missing, before
+        return refuse(pool, NO_PAGES, ask)
+    larges = supply(pool, need & 0xFFFFFFFF, need >> 32, level, ask)
+    if larges < 0:
+        unuse_targets(cache, tickets_at, count)
+        return refuse(pool, larges, ask)
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if rows[row].target > rows[row].room:
+            larges = map_row(cache, row, larges)
+    if view(pool, 1, POOL)[0].fills:
+        for index in range(count):
+            if is_captured(cache, tickets[index] & ROW_MASK, ask):
+                unuse_targets(cache, tickets_at, count)
+                return refuse(pool, CAPTURED, ask)
+    serial = close(pool)
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        plan_length(cache, row, rows[row].start, rows[row].target)
+    return serial
+
+
+@inner
+def available_after(cache: int) -> int:
+    """What a cache may begin to use; negative by how much it uses too much."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]
+    return min(a.limit - a.used, p.budget - p.committed + max(a.used, a.reserved) - a.used)

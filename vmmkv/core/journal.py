@@ -1,0 +1,438 @@
+"""The journal: the driver calls of one change, in order, and how many of them are done."""
+
+from ..compiled import entry, entry_without_lock, inner
+from ..compiled.native import call, view
+from ..driver.running import enter, meter, now
+from ..driver.running import leave as leave_context
+from ..driver.running import step as driver_step
+from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
+from .frames import add_gain, book_map, book_unmap, leave, settle_frame, stay, take
+from .rows import add_user, charge, frame_at, place, put_frame, recount, track, use_tokens
+from .streams import fence_row, order_current
+from .tables import (
+    ASK,
+    CACHE,
+    CHANGED,
+    COPY,
+    DONE,
+    EXTENT,
+    FAILED,
+    FILL,
+    FRAME,
+    FRESH_KEY,
+    IN,
+    LENGTH,
+    LISTS,
+    OUT,
+    POOL,
+    RANGE,
+    ROW,
+    STAGE,
+    STALE,
+    STEP,
+    TAKEN_FRAME,
+    UNSTAGE,
+)
+
+
+@inner
+def emit(pool: int, kind: int, frame: int, address: int, nbytes: int, other: int) -> int:
+    """Adds a step that is of no row; returns its number."""
+    p = view(pool, 1, POOL)[0]
+    s = view(p.steps_at, p.max_steps, STEP)[p.steps]
+    s.kind, s.cache, s.row, s.frame, s.address, s.nbytes, s.other = kind, 0, -1, frame, address, nbytes, other
+    p.steps += 1
+    return p.steps - 1
+
+
+@inner
+def emit_row(cache: int, kind: int, row: int, part: int, page: int, count: int, frame: int) -> int:
+    """Adds a step on pages of a row, which is busy from now on."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    g = view(c.ranges_at, c.ranges, RANGE)[part]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    s = view(p.steps_at, p.max_steps, STEP)[p.steps]
+    s.kind, s.cache, s.row, s.range, s.page, s.count, s.frame = kind, cache, row, part, page, count, frame
+    s.address = g.address + (row * g.row_pages + page) * p.page_size
+    s.nbytes, s.other, s.stream, s.owner = count * p.page_size, 0, r.stream, r.owner
+    if not r.busy:
+        r.busy = 1
+        place(cache, row)
+    p.steps += 1
+    return p.steps - 1
+
+
+@inner
+def begin(pool: int) -> None:
+    """Opens an empty journal."""
+    p = view(pool, 1, POOL)[0]
+    p.serial += 1
+    p.steps = p.calls = p.done = p.status = p.gained = p.gained_large = p.fills = p.source_of = 0
+    p.pending = p.serial
+
+
+@inner
+def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
+    """Plans to unmap the first pages of a row, or its last ones, which leave its extents. Returns the pages of frames
+    that are free then."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, UNMAP, row, part, page, end - page, 0)]
+    s.ready, s.head_end, s.shared, s.readonly = e.ready, e.head_end, e.shared, e.readonly
+    gained = leave(cache, part, row, page, end)
+    if page == e.first:
+        e.first = end
+    else:
+        e.mapped = page
+    e.ready = min(e.ready, e.mapped)
+    if e.shared > e.mapped:
+        track(cache, row, part, e.mapped)
+    e.readonly, e.head_end = min(e.readonly, e.mapped), min(e.head_end, e.mapped)
+    if e.first >= e.mapped:
+        track(cache, row, part, 0)
+        e.first = e.ready = e.mapped = e.head_end = e.readonly = 0
+    return gained
+
+
+@inner
+def put_back(step: int) -> None:
+    """Takes `plan_unmap` back, where nothing was unmapped. What left last comes back first."""
+    s = view(step, 1, STEP)[0]
+    c = view(s.cache, 1, CACHE)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
+    end = s.page + s.count
+    if e.first == e.mapped:
+        e.first, e.mapped = s.page, end
+    elif end == e.first:
+        e.first = s.page
+    else:
+        e.mapped = end
+    e.ready, e.head_end, e.readonly = s.ready, s.head_end, s.readonly
+    track(s.cache, s.row, s.range, s.shared)
+    stay(s.cache, s.range, s.row, s.page, end)
+
+
+@inner
+def must_fill(cache: int, row: int, frame: int) -> int:
+    """Whether a frame that a row takes may hold bytes of another key's."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    key = view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
+    return 1 if f.key != key and (f.key != FRESH_KEY or c.key_of_sequence) else 0
+
+
+@inner
+def plan_map(cache: int, row: int, part: int, page: int, frame: int) -> None:
+    """Plans to map a frame on a page of a row."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    emit_row(cache, MAP, row, part, page, view(p.frames_at, p.capacity, FRAME)[frame].pages, frame)
+
+
+@inner
+def plan_pages(cache: int, row: int, part: int, page: int, larges: int, end: int) -> int:
+    """Plans to map free frames from a page on: large ones, then single ones to an end. Returns the first page that is
+    to be filled, or `end`; pages behind it are filled, too."""
+    pool = view(cache, 1, CACHE)[0].pool
+    p, first_filled = view(pool, 1, POOL)[0], -1
+    while page < end or larges > 0:
+        frame = take(pool, p.large if larges > 0 else 1)
+        if first_filled < 0 and must_fill(cache, row, frame):
+            first_filled = page
+        plan_map(cache, row, part, page, frame)
+        page += p.large if larges > 0 else 1
+        larges -= 1
+    return page if first_filled < 0 else first_filled
+
+
+@inner
+def plan_fill(cache: int, row: int, part: int, page: int, end: int) -> None:
+    """Plans to fill pages, which are ready by then, on the stream of the row's sequence."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, FILL, row, part, page, end - page, 0)]
+    s.other = p.poison
+    p.fills += 1
+
+
+@inner
+def close(pool: int) -> int:
+    """Ends the driver calls of a journal; lengths may follow. Returns its serial."""
+    p = view(pool, 1, POOL)[0]
+    p.calls = p.steps
+    return p.serial
+
+
+# ---------------------------------------------------------------------- running
+
+
+@inner
+def driver_kind(kind: int) -> int:
+    """The driver's call for a kind of steps."""
+    if kind == UNSTAGE or kind == OUT:
+        return UNMAP
+    return MAP if kind == STAGE or kind == IN else kind
+
+
+@inner
+def make(pool: int, driver: int, step: int) -> int:
+    """Makes the driver call of a step. Returns a status."""
+    p, s, d = view(pool, 1, POOL)[0], view(step, 1, STEP)[0], view(driver, 1, DRIVER)[0]
+    if s.kind == FILL:
+        return call(d.fill, (s.address, s.other, s.nbytes, s.stream))
+    if s.kind == COPY:
+        return call(d.copy, (s.address, s.other, s.nbytes, s.stream))
+    other, address = s.other, s.address
+    kind = driver_kind(s.kind)
+    if kind == MAP:
+        other = view(p.frames_at, p.capacity, FRAME)[s.frame].handle
+    return driver_step(driver, kind, address, s.nbytes, other)
+
+
+@entry_without_lock
+def run(pool: int, serial: int, ahead: int) -> int:
+    """Makes the driver calls of a journal. Returns the driver's status, or `STALE`."""
+    p = view(pool, 1, POOL)[0]
+    if p.pending != serial:
+        return STALE
+    driver, scratch, spent = p.driver, p.run_scratch, p.spent_ahead if ahead else p.spent
+    status = enter(driver, scratch)
+    if status:
+        p.status = status
+        return status
+    steps, start, item = view(p.steps_at, p.max_steps, STEP), now(driver, scratch), STEP_SIZE
+    while p.done < p.calls and status == 0:
+        kind = steps[p.done].kind
+        status = make(pool, driver, p.steps_at + p.done * item)
+        p.status = status
+        if status == 0:
+            p.done += 1
+        counted = driver_kind(kind)
+        if counted <= RELEASE or counted == SET_READ_ACCESS:
+            meter(spent, counted, 1 if status == 0 else 0, 0)
+            if status or p.done == p.calls or steps[p.done].kind != kind:
+                time = now(driver, scratch)
+                meter(spent, counted, 0, time - start)
+                start = time
+    leave_context(driver, scratch)
+    return status
+
+
+STEP_SIZE = STEP.itemsize
+WITHOUT_FRAME, WITHOUT_ACCESS = 1, 2
+"""Why a row is broken: on a page the frame that belongs there is not mapped, or cannot be accessed."""
+
+
+# ---------------------------------------------------------------------- booking
+
+
+@inner
+def book(step: int) -> None:
+    """Books a driver call that was made."""
+    s = view(step, 1, STEP)[0]
+    if s.cache == 0:
+        return
+    c = view(s.cache, 1, CACHE)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
+    end = s.page + s.count
+    if s.kind == UNMAP:
+        book_unmap(s.cache, s.range, s.row, s.page, s.count)
+    elif s.kind == MAP:
+        book_map(s.cache, s.range, s.row, s.page, s.frame, s.other)
+        if s.other:  # others have it, too
+            track(s.cache, s.row, s.range, max(e.shared, end))
+    elif s.kind == SET_ACCESS:
+        e.ready = max(e.ready, end)
+        if s.page < e.readonly <= end:
+            e.readonly = s.page
+        if s.other:  # no other row has it
+            track(s.cache, s.row, s.range, s.page)
+            view(c.rows_at, c.num_rows + LISTS, ROW)[s.row].broken = 0
+    elif s.kind == SET_READ_ACCESS:
+        e.ready, e.readonly = max(e.ready, end), max(e.readonly, end)
+    elif s.kind == OUT:
+        book_swap(step)
+    elif s.kind == IN:
+        view(c.rows_at, c.num_rows + LISTS, ROW)[s.row].broken = WITHOUT_ACCESS
+
+
+@inner
+def book_swap(step: int) -> None:
+    """Books that a shared frame has left a row, which is to have a copy of it there, and is broken until then."""
+    s = view(step, 1, STEP)[0]
+    c = view(s.cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
+    track(s.cache, s.row, s.range, s.page)
+    old, new = frame_at(s.cache, s.range, s.row, s.page), view(p.frames_at, p.capacity, FRAME)[s.frame]
+    f = view(p.frames_at, p.capacity, FRAME)[old]
+    add_gain(s.cache, old, -1)
+    f.refs -= 1
+    f.place ^= s.row
+    add_gain(s.cache, old, 1)
+    new.held, new.refs, new.place = 0, 1, s.row
+    add_gain(s.cache, s.frame, 1)
+    put_frame(s.cache, s.range, s.row, s.page, s.count, s.frame + 1)
+    charge(s.cache, -s.count)
+    p.staged = 0
+    r.broken, r.broken_part, r.broken_page = WITHOUT_FRAME, s.range, s.page
+
+
+@inner
+def unstage(pool: int, frame: int) -> None:
+    """Books that a copy has left the staging range; it is free unless it has taken its place."""
+    p = view(pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    if f.held:
+        f.held, f.moving, p.staged = 0, TAKEN_FRAME, 0
+        charge(p.staged_for, -f.pages)
+
+
+@inner
+def use_source(cache: int, row: int) -> None:
+    """Keeps a row as it is until the journal is booked, which reads from the row."""
+    c = view(cache, 1, CACHE)[0]
+    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    p.source_of, p.source = cache, row
+    r.busy = 1
+    place(cache, row)
+
+
+@inner
+def release_source(pool: int) -> None:
+    """Takes `use_source` back."""
+    p = view(pool, 1, POOL)[0]
+    c = view(p.source_of, 1, CACHE)[0]
+    view(c.rows_at, c.num_rows + LISTS, ROW)[p.source].busy = 0
+    recount(p.source_of, p.source)
+    place(p.source_of, p.source)
+    p.source_of = 0
+
+
+@inner
+def fence_source(cache: int, source: int, row: int, ask: int) -> None:
+    """Keeps the pages of a parked row until copies of them, on another row's stream, have been made."""
+    c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
+    rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+    if rows[source].owner == 0 and fence_row(cache, row, ask) == DONE:
+        rows[source].slots |= a.slots
+        rows[source].tick = max(rows[source].tick, a.tick)
+
+
+@inner
+def undo(pool: int, step: int) -> None:
+    """Takes back what was planned for a driver call that was not made."""
+    p, s = view(pool, 1, POOL)[0], view(step, 1, STEP)[0]
+    if s.kind == UNMAP:
+        put_back(step)
+    elif s.kind == CREATE:
+        p.created -= view(p.frames_at, p.capacity, FRAME)[s.frame].pages
+    elif s.kind == STAGE:
+        charge(p.staged_for, -view(p.frames_at, p.capacity, FRAME)[s.frame].pages)
+
+
+@inner
+def are_current(pool: int) -> int:
+    """Whether all sequences that get new lengths are as they were planned for."""
+    p = view(pool, 1, POOL)[0]
+    for index in range(p.calls, p.steps):
+        s = view(p.steps_at, p.max_steps, STEP)[index]
+        c = view(s.cache, 1, CACHE)[0]
+        r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
+        if r.owner != s.owner or r.length != s.page:
+            return 0
+    return 1
+
+
+@inner
+def finish(pool: int, accepted: int, ask: int) -> int:
+    """Books a journal as far as it was run, and closes it. Returns `DONE`, `FAILED` or `CHANGED`."""
+    p = view(pool, 1, POOL)[0]
+    steps, was_run = view(p.steps_at, p.max_steps, STEP), accepted and p.done == p.calls
+    done = was_run and are_current(pool)
+    for index in range(p.done):
+        book(p.steps_at + index * STEP_SIZE)
+        if steps[index].kind == STAGE:
+            p.staged = steps[index].frame + 1
+            view(p.frames_at, p.capacity, FRAME)[steps[index].frame].held = 1
+    for index in range(p.calls - 1, p.done - 1, -1):
+        undo(pool, p.steps_at + index * STEP_SIZE)
+    for index in range(p.calls):
+        s = steps[index]
+        if s.kind == UNSTAGE and index < p.done:
+            unstage(pool, s.frame)
+        if s.kind == RELEASE and index < p.done:
+            p.created -= view(p.frames_at, p.capacity, FRAME)[s.frame].pages
+        if s.kind == MAP or s.kind == CREATE or s.kind == RELEASE or s.kind == STAGE or s.kind == UNSTAGE:
+            settle_frame(pool, s.frame)
+        if (s.kind == FILL or s.kind == COPY) and index < p.done and s.row >= 0:
+            if done:
+                order_current(s.cache, s.row, ask)
+            else:  # its pages may become surplus while they are written to
+                fence_row(s.cache, s.row, ask)
+            if s.kind == COPY and p.source_of:
+                fence_source(p.source_of, p.source, s.row, ask)
+    for index in range(p.calls, p.steps):
+        s = steps[index]
+        c = view(s.cache, 1, CACHE)[0]
+        r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
+        if r.owner == s.owner and s.owner:
+            if done:
+                c.tokens += s.frame - r.length + r.start - s.nbytes
+                r.length, r.start = s.frame, s.nbytes
+            elif r.length == 0:
+                r.start = 0
+            use_tokens(s.cache, s.row, r.length)
+    for index in range(p.calls):
+        s = steps[index]
+        if s.kind == MAP and s.other:
+            add_user(s.cache, s.frame, -1)
+    for index in range(p.steps):
+        s = steps[index]
+        if s.row >= 0:
+            c = view(s.cache, 1, CACHE)[0]
+            r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
+            if r.busy:
+                r.busy = 0
+                recount(s.cache, s.row)
+                place(s.cache, s.row)
+    if p.source_of:
+        release_source(pool)
+    p.pending = 0
+    return DONE if done else CHANGED if was_run else FAILED
+
+
+@inner
+def plan_length(cache: int, row: int, start: int, length: int) -> None:
+    """Plans what a sequence's start and length are after the commit."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, LENGTH, row, 0, r.length, 0, length)]
+    s.nbytes = start
+
+
+@entry
+def commit(pool: int, serial: int, ask: int) -> int:
+    """Books a journal that was run: `DONE`, `FAILED`, `CHANGED`, or `STALE` if another thread has settled it."""
+    return finish(pool, 1, ask) if view(pool, 1, POOL)[0].pending == serial else STALE
+
+
+@inner
+def settle(pool: int, ask: int) -> None:
+    """Books a journal that an interruption has left behind: as far as it was run, with lengths as before. Each plan
+    calls it first; its caller holds the lock of those who plan, so that no journal is in the middle."""
+    p = view(pool, 1, POOL)[0]
+    if p.pending:
+        finish(pool, 0, ask)
+        p.settled += 1
+
+
+@inner
+def refuse(pool: int, code: int, ask: int) -> int:
+    """Takes back a plan of which nothing was run. Returns the code."""
+    p = view(pool, 1, POOL)[0]
+    p.calls = p.steps
+    finish(pool, 0, ask)
+    return code

@@ -1,0 +1,186 @@
+"""Pages that a row is to have alone: a copy takes the place of each frame that others have, too.
+
+The copy is mapped and filled elsewhere first, in the staging range (`plan_part`). Once the device has made it, and has
+finished all other work on the row, it takes the frame's place (`plan_swap`). A call that fails on the way to that loses
+nothing; if one fails within the change of places, the row is broken, its tokens are in the copy, and `plan_repair` maps
+that.
+"""
+
+from ..compiled import entry, inner
+from ..compiled.native import view
+from ..driver.table import SET_ACCESS
+from .frames import take
+from .journal import WITHOUT_FRAME, begin, close, emit, emit_row, plan_unmap, refuse, settle
+from .reclaim import ALL, is_idle, supply, supply_large
+from .rows import available, charge, frame_at, place, recount, row_of, track
+from .streams import fence_row, is_captured
+from .tables import (
+    ASK,
+    BROKEN,
+    CACHE,
+    CAPTURED,
+    COPY,
+    DONE,
+    EXTENT,
+    FRAME,
+    GONE,
+    IN,
+    LISTS,
+    NO_PAGES,
+    OUT,
+    POOL,
+    ROW,
+    STAGE,
+    STEP,
+    UNSTAGE,
+    WAIT,
+)
+
+
+@inner
+def is_sole(pool: int, frame: int) -> int:
+    """Whether a frame is in one row, and no guest holds it."""
+    p = view(pool, 1, POOL)[0]
+    f = view(p.frames_at, p.capacity, FRAME)[frame]
+    return 1 if f.refs == 1 and f.held == 0 else 0
+
+
+@entry
+def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
+    """Plans a step on the way to pages of a row, from `page` on, that no other row has: shared pages behind its tokens
+    are unmapped; the last frame below `shared` is made writable, or copied to the staging range.
+
+    Returns a serial, behind which `plan_swap` follows if `ask.row` is 1; `DONE` where nothing is left to do; `GONE`,
+    `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, or `CAPTURED`.
+    """
+    c = view(cache, 1, CACHE)[0]
+    settle(c.pool, ask)
+    row = row_of(cache, ticket)
+    if row < 0:
+        return GONE
+    p, a = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    a.row = a.slots = 0
+    if view(c.rows_at, c.num_rows + LISTS, ROW)[row].broken:
+        return BROKEN
+    page = max(page, e.use_first)
+    if e.shared > max(e.use_end, e.first) and e.shared > page:
+        if not is_idle(cache, row, ask):
+            return WAIT
+        begin(c.pool)
+        plan_unmap(cache, row, part, max(e.use_end, e.first), e.mapped)
+        return close(c.pool)
+    while e.shared > page:
+        frame = frame_at(cache, part, row, e.shared - 1)
+        pages = view(p.frames_at, p.capacity, FRAME)[frame].pages
+        if not is_sole(c.pool, frame):
+            return plan_copy(cache, row, part, e.shared - pages, pages, ask)
+        if e.shared - pages < e.readonly:
+            begin(c.pool)
+            s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, SET_ACCESS, row, part, e.shared - pages, pages, 0)]
+            s.other = 1
+            return close(c.pool)
+        track(cache, row, part, e.shared - pages)
+    recount(cache, row)
+    place(cache, row)
+    return DONE
+
+
+@inner
+def plan_copy(cache: int, row: int, part: int, page: int, pages: int, ask: int) -> int:
+    """Plans to copy a frame of a row to the staging range. Returns a serial, or why it cannot be."""
+    c = view(cache, 1, CACHE)[0]
+    p, a = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
+    before = available(cache)
+    if before < pages:
+        a.asked, a.available = pages, before
+        return NO_PAGES
+    if is_captured(cache, row, ask):
+        return CAPTURED
+    begin(c.pool)
+    code = supply_large(c.pool, ask) if pages > 1 else supply(c.pool, 1, 0, ALL, ask)
+    if code < 0:
+        return refuse(c.pool, code, ask)
+    copy = take(c.pool, pages)
+    size, steps = pages * p.page_size, view(p.steps_at, p.max_steps, STEP)
+    emit(c.pool, STAGE, copy, p.staging, size, 0)
+    emit(c.pool, SET_ACCESS, copy, p.staging, size, 0)
+    s = steps[emit_row(cache, COPY, row, part, page, pages, 0)]
+    s.address, s.other = p.staging, s.address
+    charge(cache, pages)
+    p.staged_for = cache
+    a.row = 1
+    return close(c.pool)
+
+
+@entry
+def fence(cache: int, ticket: int, ask: int) -> int:
+    """The fence behind all work on a row so far, in `ask`. Returns `DONE`, `GONE`, `CAPTURED` or `FAILED`."""
+    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
+    if row < 0:
+        return GONE
+    r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
+    code = fence_row(cache, row, ask)
+    a.slots, a.tick = r.slots, r.tick
+    return code
+
+
+@entry
+def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
+    """Plans that the staged copy takes the place of the last frame below a row's `shared`. The caller has waited for
+    the row's fence. Returns a serial, or `GONE`."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    settle(c.pool, ask)
+    row = row_of(cache, ticket)
+    if row < 0 or not p.staged:
+        return GONE
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    copy = p.staged - 1
+    pages = view(p.frames_at, p.capacity, FRAME)[copy].pages
+    begin(c.pool)
+    emit(c.pool, UNSTAGE, copy, p.staging, pages * p.page_size, 0)
+    emit_row(cache, OUT, row, part, e.shared - pages, pages, copy)
+    plan_in(cache, row, part, e.shared - pages, pages, copy)
+    return close(c.pool)
+
+
+@inner
+def plan_in(cache: int, row: int, part: int, page: int, pages: int, frame: int) -> None:
+    """Plans to map a frame where it belongs by the books."""
+    c = view(cache, 1, CACHE)[0]
+    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.broken == WITHOUT_FRAME or not r.broken:
+        emit_row(cache, IN, row, part, page, pages, frame)
+    view(p.steps_at, p.max_steps, STEP)[emit_row(cache, SET_ACCESS, row, part, page, pages, 0)].other = 1
+
+
+@entry
+def plan_unstage(pool: int, ask: int) -> int:
+    """Plans to give up a staged copy that has not taken its place. The caller has waited for the device. Returns a
+    serial, or `DONE`."""
+    p = view(pool, 1, POOL)[0]
+    settle(pool, ask)
+    if not p.staged:
+        return DONE
+    begin(pool)
+    pages = view(p.frames_at, p.capacity, FRAME)[p.staged - 1].pages
+    emit(pool, UNSTAGE, p.staged - 1, p.staging, pages * p.page_size, 0)
+    return close(pool)
+
+
+@entry
+def plan_repair(cache: int, ticket: int, ask: int) -> int:
+    """Plans to map the frame that a broken row lacks. Returns a serial, `DONE` or `GONE`."""
+    c = view(cache, 1, CACHE)[0]
+    settle(c.pool, ask)
+    row = row_of(cache, ticket)
+    if row < 0:
+        return GONE
+    r, p = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(c.pool, 1, POOL)[0]
+    if not r.broken:
+        return DONE
+    frame = frame_at(cache, r.broken_part, row, r.broken_page)
+    begin(c.pool)
+    plan_in(cache, row, r.broken_part, r.broken_page, view(p.frames_at, p.capacity, FRAME)[frame].pages, frame)
+    return close(c.pool)

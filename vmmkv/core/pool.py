@@ -1,0 +1,271 @@
+"""A pool: physical memory of a device, and the one way through which its books are changed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..compiled.code import keep
+from ..driver.driver import STEPS, Driver, fork_error
+from ..driver.fence import Fence
+from ..driver.meter import Meter
+from ..driver.table import CREATE, SCRATCH
+from ..errors import BudgetError, BusyError, DriverError, OutOfPagesError
+from . import entries
+from .tables import (
+    ACCOUNT,
+    ASK,
+    CAPTURED,
+    COPY,
+    DEAD,
+    FAILED,
+    FILL,
+    FRAME,
+    FULL,
+    IN,
+    NO_LIMIT,
+    NO_PAGES,
+    OUT,
+    POOL,
+    RING,
+    SHORT,
+    STAGE,
+    STEP,
+    UNSTAGE,
+    WAIT,
+)
+
+LARGE = 16
+"""Pages of a large frame."""
+SLOTS = 256
+"""Caches and accounts that a pool may have at a time."""
+TRIMMED = 1024
+"""Pages that one change of `trim` gives back."""
+WORDS = len(ASK.names or ())
+ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, WAITED, CURRENT = range(SCRATCH, SCRATCH + 9)
+"""Places in an `Ask`."""
+NAMES = STEPS | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
+"""By kind of a step: the function of the driver's table."""
+NORESERVE = 0x4000
+
+
+class Ask:
+    """What a compiled call is asked with, and answers: see `vmmkv.core.tables.ASK`."""
+
+    __slots__ = "address", "words"
+
+    def __init__(self) -> None:
+        self.words = array("q", bytes(8 * WORDS))
+        self.address = self.words.buffer_info()[0]
+
+
+class Pool:
+    """Physical memory of one device, for several caches.
+
+    Args:
+        driver: the memory system.
+        pages: the budget.
+        poison: whether memory is filled with NaN where its tokens are gone, for debugging.
+    """
+
+    def __init__(self, driver: Driver, pages: int, *, poison: bool = False) -> None:
+        self.driver, self.meter, self.ahead_meter = driver, Meter(), Meter()
+        self.evict: list[Callable[[int], int]] = []
+        """What guests give up pages with: called with a number of pages, each returns how many it has given up."""
+        self.lock = threading.RLock()
+        """Held from the plan of a change to its commit."""
+        self.copying = threading.RLock()
+        """Held while a copy is in the staging range; taken before `lock`."""
+        self.mapper: Any = None
+        """What maps ahead, if anything does: it has a method `ring`."""
+        capacity = 2 * max(driver.memory_info()[1] // driver.page_size, pages) + 64
+        self.frames, self.accounts, self.steps = (
+            zeros(capacity, FRAME),
+            zeros(SLOTS, ACCOUNT),
+            zeros(6 * capacity, STEP),
+        )
+        self.caches = zeros(SLOTS, np.dtype(np.int64))
+        stacks = {
+            f"{name}_at": at(zeros(capacity, np.dtype(np.int64)))
+            for name in ("small", "larges", "unmade", "gained", "gained_large")
+        }
+        self.staging = driver.reserve(LARGE * driver.page_size)
+        self.state = record(
+            POOL, driver=driver.address, page_size=driver.page_size, large=LARGE, capacity=capacity, budget=pages,
+            frames_at=at(self.frames), accounts_at=at(self.accounts), accounts=SLOTS, caches_at=at(self.caches),
+            caches=SLOTS, steps_at=at(self.steps), max_steps=len(self.steps), serial=RING,
+            run_scratch=at(zeros(SCRATCH, np.dtype(np.int64))), spent=self.meter.spent.ctypes.data,
+            spent_ahead=self.ahead_meter.spent.ctypes.data, staging=self.staging, asleep=1,
+            poison=0xFF if poison else 0, **stacks,
+        )  # fmt: skip
+        self.address = self.state.ctypes.data
+        keep(self.meter.spent, self.ahead_meter.spent)
+        self.current_handle = driver.current_handle
+        _pools.add(self)
+
+    # ------------------------------------------------------------------ changes
+
+    def change(self, ask: Ask, plan: Callable[..., int], *arguments: int) -> int:
+        """Makes a change: plans it, makes its driver calls, and books what was done. Waits for the device, or asks
+        guests for pages, and plans again, where the plan says so.
+
+        Returns `DONE`, or a code that the plan has for its caller.
+
+        Raises:
+            BusyError: the thread is in the middle of another change.
+            OutOfPagesError: what is asked for is not there.
+            DriverError, StreamCaptureError: nothing has changed.
+        """
+        lock, ask.words[CURRENT] = self.lock, self.current_handle()
+        while True:
+            if lock._is_owned():  # type: ignore[attr-defined]
+                raise busy()
+            with lock:
+                code = plan(*arguments, ask.address)
+                if code > RING:
+                    entries.run(self.address, code, 0)
+                    code = entries.commit(self.address, code, ask.address)
+                    error = self.failure() if code == FAILED else None
+            if code != WAIT and code != SHORT and code != FAILED:
+                break
+            self._help(code, ask, error if code == FAILED else None)
+        if code in (NO_PAGES, CAPTURED, FULL, DEAD):
+            raise self.error(code, ask)
+        return code
+
+    def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
+        """Does what a plan needs before it is made again; raises where nothing helps."""
+        if code == WAIT:
+            Fence(self.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
+            ask.words[WAITED] = 1
+        elif code == SHORT:
+            missing = ask.words[ASKED]
+            for evict in self.evict:
+                missing -= evict(missing) if missing > 0 else 0
+            if missing == ask.words[ASKED]:
+                raise out_of_pages(missing, 0)
+        elif error is None or ask.words[FRUGAL] or error.call != self.driver.names["create"]:
+            raise error or self.driver.error("record", int(ask.words[0]))
+        else:
+            ask.words[FRUGAL] = 1  # the driver has no memory, or says so: surplus has
+
+    def failure(self) -> DriverError:
+        """Why the journal that was run last has ended early."""
+        step, status = self.steps[int(self.state[0]["done"])], int(self.state[0]["status"])
+        detail = f"{step['nbytes']} bytes on {self.driver.device}" if step["kind"] == CREATE else ""
+        return self.driver.error(NAMES[int(step["kind"])], status, detail)  # type: ignore[return-value]
+
+    def error(self, code: int, ask: Ask) -> Exception:
+        """What a code of a compiled call is raised as."""
+        if code == NO_PAGES:
+            return out_of_pages(ask.words[ASKED], ask.words[AVAILABLE])
+        if code == CAPTURED:
+            return self.driver.captured("record", self.driver.current_stream())
+        if code == DEAD:
+            return fork_error()
+        if code == FULL:
+            return DriverError("record", "FULL", "more streams than 62 are named by live sequences")
+        return self.driver.error("record", ask.words[0])
+
+    # ------------------------------------------------------------------ budget
+
+    def word(self, name: str) -> int:
+        """A word of the books."""
+        return int(self.state[0][name])
+
+    def set_limit(self, pages: int, account: int = -1, reserved: int = 0) -> None:
+        """Sets the budget in pages, or an account's limit and what it has reserved; gives back what is too much.
+
+        Raises:
+            OutOfPagesError: live tokens, or what others have reserved, leave no room for that. Nothing has changed.
+        """
+        ask = Ask()
+        if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
+            raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
+        if account < 0:
+            self.trim(pages)
+
+    def trim(self, keep_pages: int = 0) -> int:
+        """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
+        before = self.word("created")
+        while self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED):
+            pass
+        return before - self.word("created")
+
+    def open_account(self, limit: int, reserved: int = 0) -> int:
+        """Opens an account; returns its number. Raises `BudgetError`."""
+        if self.lock._is_owned():  # type: ignore[attr-defined]
+            raise busy()
+        with self.lock:
+            state = self.state[0]
+            left = int(state["budget"] - state["committed"])
+            if reserved > left:
+                raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
+            number = int(np.flatnonzero(self.accounts["open"] == 0)[0])
+            self.accounts[number] = (0, limit, reserved, 0, 1)
+            state["committed"] += reserved
+        return number
+
+    def close_account(self, number: int) -> None:
+        """Closes an account that uses nothing."""
+        account = self.accounts[number]
+        self.state[0]["committed"] -= max(account["used"], account["reserved"])
+        account["open"] = 0
+
+    def ring(self) -> None:
+        """Has the mapper look for work, if there is one."""
+        if self.mapper is not None:
+            self.mapper.ring()
+
+
+def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+    """An array of zeros for the life of the process, which takes memory where it is written to."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    array_of = np.frombuffer(mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags), dtype, count)
+    keep(array_of)
+    return array_of
+
+
+def at(array_of: np.ndarray[Any, Any]) -> int:
+    """The address of an array."""
+    return int(array_of.ctypes.data)
+
+
+def record(dtype: np.dtype[Any], **words: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """An array of one record."""
+    found = zeros(1, dtype)
+    for name, value in words.items():
+        found[name] = value
+    return found
+
+
+def busy() -> BusyError:
+    """What a finalizer or a signal handler is told in the middle of a change of the same thread."""
+    return BusyError("called in the middle of another call of the same thread, by a finalizer or a signal handler")
+
+
+def out_of_pages(asked: int, available: int, what: str = "") -> OutOfPagesError:
+    """What is raised where pages are not there."""
+    return OutOfPagesError(
+        f"asked for {what + ' ' if what else ''}{asked} pages; there are {available}. Free or truncate sequences, or "
+        "raise the limit",
+        requested=asked,
+        available=available,
+    )
+
+
+def _leave_to_parent() -> None:
+    """Marks all pools dead in a forked child."""
+    for pool in list(_pools):
+        pool.state["dead"] = 1
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_leave_to_parent)

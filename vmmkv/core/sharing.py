@@ -1,0 +1,224 @@
+"""Frames in several rows: forks, and given frames in front of a new sequence."""
+
+import numpy as np
+
+from ..compiled import entry, inner
+from ..compiled.native import view
+from ..driver.running import enter
+from ..driver.running import leave as leave_context
+from ..driver.table import MAP, SET_ACCESS, SET_READ_ACCESS
+from .frames import take
+from .journal import (
+    begin,
+    close,
+    emit_row,
+    must_fill,
+    plan_fill,
+    plan_length,
+    plan_map,
+    plan_unmap,
+    refuse,
+    settle,
+    use_source,
+)
+from .reclaim import ALL, is_idle, supply
+from .rows import (
+    add_user,
+    available,
+    fit,
+    frame_at,
+    is_over,
+    page_of,
+    pages_for,
+    recount,
+    row_of,
+    track,
+    use,
+    use_tokens,
+)
+from .streams import hold_slot, is_captured, order_slots, record_slots
+from .tables import (
+    ASK,
+    CACHE,
+    CAPTURED,
+    COPY,
+    DONE,
+    EXTENT,
+    FAILED,
+    FRAME,
+    GONE,
+    LISTS,
+    NO_PAGES,
+    NO_TOKEN,
+    POOL,
+    RANGE,
+    ROW,
+    STEP,
+    WAIT,
+)
+
+
+@inner
+def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
+    """Plans to map a frame that other rows, or a guest, have, too. It counts as used until the commit. Returns its
+    pages."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    add_user(cache, frame, 1)
+    index = emit_row(cache, MAP, row, part, page, view(p.frames_at, p.capacity, FRAME)[frame].pages, frame)
+    s = view(p.steps_at, p.max_steps, STEP)[index]
+    s.other = 1
+    return s.count
+
+
+@inner
+def follow(cache: int, source: int, row: int, ask: int) -> int:
+    """Has a row's stream come behind all work on another row, whose pages in turn wait for this stream. Returns `DONE`,
+    `CAPTURED` or `FAILED`."""
+    c = view(cache, 1, CACHE)[0]
+    driver = view(c.pool, 1, POOL)[0].driver
+    rows, a, code = view(c.rows_at, c.num_rows + LISTS, ROW), view(ask, 1, ASK)[0], DONE
+    s, r = rows[source], rows[row]
+    if s.streams | s.slots | r.streams == 0:
+        return DONE
+    if is_captured(cache, row, ask):
+        return CAPTURED
+    if enter(driver, ask):
+        return FAILED
+    slots, tick = s.slots, s.tick
+    if s.streams & ~r.streams:
+        code = record_slots(driver, s.streams & ~r.streams, 0, ask)
+        slots, tick = slots | a.slots, max(tick, a.tick)
+    if code == DONE and r.stream:
+        slot = hold_slot(driver, r.stream, 0, ask)
+        if order_slots(driver, slots, tick, slot):
+            code = FAILED
+        elif s.owner and not s.streams >> slot & 1:
+            hold_slot(driver, r.stream, 1, ask)
+            s.streams |= 1 << slot
+    leave_context(driver, ask)
+    return code
+
+
+@inner
+def split_page(cache: int, source: int, part: int, tokens: int) -> int:
+    """The first page of a row that is not full of so many tokens; a frame is full as a whole."""
+    return fit(cache, source, part, page_of(cache, part, tokens), 0)
+
+
+@entry
+def plan_share(cache: int, ticket: int, source: int, tokens: int, frames_at: int, ask: int) -> int:
+    """Plans that a new sequence without tokens begins with the first tokens of a row, `source`: on the same frames
+    where these are full, and on a copy of the rest. `frames_at` is 0, or the address of numbers of frames that stand
+    for the full ones, for each range `pages` and as many numbers (see `vmmkv.core.guests`); then `source` is the row
+    that the rest is copied from, or -1 where nothing is.
+
+    Returns a serial, `GONE`, `NO_TOKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
+    """
+    c = view(cache, 1, CACHE)[0]
+    p, asked = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
+    rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+    settle(c.pool, ask)
+    row = row_of(cache, ticket)
+    if row < 0 or rows[row].length:
+        return GONE if row < 0 else NO_TOKEN
+    if mapped_anywhere(cache, row) and not is_idle(cache, row, ask):
+        return WAIT
+    if source >= 0:
+        code = follow(cache, source, row, ask)
+        if code != DONE:
+            return code
+    before, start = available(cache), rows[source].start if source >= 0 and frames_at == 0 else 0
+    begin(c.pool)
+    rows[row].start, singles, cursor = start, 0, frames_at
+    if source >= 0:
+        use_source(cache, source)
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        if e.first < e.mapped:
+            plan_unmap(cache, row, part, e.first, e.mapped)
+        split = share_front(cache, row, part, source, tokens, cursor)
+        if cursor:
+            cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+        end = max(pages_for(cache, part, tokens + c.overread) if tokens else 0, split)
+        singles += end - split
+        use(cache, row, part, split, end)
+    code = NO_PAGES if is_over(cache) else DONE
+    if code == DONE:
+        code = supply(c.pool, singles, 0, ALL, ask)
+    else:
+        asked.asked, asked.available = singles, before
+    if code < 0:
+        return give_up(cache, row, code, ask)
+    for part in range(c.ranges):
+        copy_rest(cache, row, part, source, tokens)
+    serial = close(c.pool)
+    plan_length(cache, row, start, tokens)
+    return serial
+
+
+@inner
+def give_up(cache: int, row: int, code: int, ask: int) -> int:
+    """Refuses what `plan_share` has planned so far."""
+    c = view(cache, 1, CACHE)[0]
+    view(c.rows_at, c.num_rows + LISTS, ROW)[row].start = 0
+    use_tokens(cache, row, 0)
+    return refuse(c.pool, code, ask)
+
+
+@inner
+def mapped_anywhere(cache: int, row: int) -> int:
+    """Whether any page of a row is mapped."""
+    c = view(cache, 1, CACHE)[0]
+    for part in range(row * c.ranges, (row + 1) * c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[part]
+        if e.first < e.mapped:
+            return 1
+    return 0
+
+
+@inner
+def share_front(cache: int, row: int, part: int, source: int, tokens: int, frames_at: int) -> int:
+    """Plans to map the frames that two rows will share. Returns the page behind them."""
+    c = view(cache, 1, CACHE)[0]
+    if frames_at:
+        count, page = view(frames_at, 1, np.int64)[0], 0
+        frames = view(frames_at, count + 1, np.int64)
+        for index in range(1, count + 1):
+            page += share_page(cache, row, part, page, frames[index])
+    else:
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[source * c.ranges + part]
+        page, split = e.use_first, split_page(cache, source, part, tokens)
+        if split > e.shared and page < split:
+            track(cache, source, part, split)
+            recount(cache, source)
+        while page < split:
+            page += share_page(cache, row, part, page, frame_at(cache, part, source, page))
+        page = max(page, e.use_first)
+    first = 0 if frames_at else view(c.extents_at, c.num_rows * c.ranges, EXTENT)[source * c.ranges + part].use_first
+    if first < page:
+        emit_row(cache, SET_READ_ACCESS, row, part, first, page - first, 0)
+    return page
+
+
+@inner
+def copy_rest(cache: int, row: int, part: int, source: int, tokens: int) -> None:
+    """Plans to map the pages behind those that are shared, and to copy what lies on them from another row."""
+    c = view(cache, 1, CACHE)[0]
+    p, g = view(c.pool, 1, POOL)[0], view(c.ranges_at, c.ranges, RANGE)[part]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    page, end = e.use_first, e.use_end
+    if page >= end:
+        return
+    filled = end
+    for each in range(page, end):
+        frame = take(c.pool, 1)
+        if filled == end and must_fill(cache, row, frame):
+            filled = each
+        plan_map(cache, row, part, each, frame)
+    emit_row(cache, SET_ACCESS, row, part, page, end - page, 0)
+    if filled < end:
+        plan_fill(cache, row, part, filled, end)
+    nbytes = tokens * g.record - page * p.page_size
+    if nbytes > 0:
+        s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, part, page, 1, 0)]
+        s.nbytes, s.other = nbytes, g.address + (source * g.row_pages + page) * p.page_size

@@ -1,0 +1,419 @@
+"""Sequences begin on rows, keep some of their tokens, and end."""
+
+import numpy as np
+
+from ..compiled import entry, inner
+from ..compiled.native import call, static, view
+from ..driver.fencing import SLOTS, STREAM
+from ..driver.running import captured, enter
+from ..driver.running import leave as leave_context
+from ..driver.table import DRIVER
+from .growth import queue_row
+from .journal import begin, close, plan_unmap, settle
+from .reclaim import is_idle
+from .rows import (
+    available,
+    class_of,
+    fit,
+    is_over,
+    page_of,
+    pages_for,
+    place,
+    recount,
+    row_of,
+    unlink_old,
+    use,
+    use_tokens,
+)
+from .streams import fence_row, hold_slot, is_captured, let_slots, order_slots, pending_slots, record_slots
+from .tables import (
+    ASK,
+    CACHE,
+    CAPTURED,
+    CLASSES,
+    DEAD,
+    DONE,
+    EXTENT,
+    FAILED,
+    GONE,
+    LISTS,
+    NEEDS,
+    NO_PAGES,
+    NO_ROWS,
+    NO_TOKEN,
+    NOTE,
+    NUM_CLASSES,
+    POOL,
+    RANGE,
+    RETIRED,
+    RING,
+    ROW,
+    ROW_BITS,
+    TAKEN,
+    VACANT_ROWS,
+    WAIT,
+)
+
+FREED, CUT, EMPTIED = 1, 2, 3
+"""Kinds of notes for a guest: a sequence has ended, its tokens from some on are gone; a row has lost its pages."""
+CANDIDATES = 8
+
+
+@inner
+def note(cache: int, kind: int, row: int, owner: int, tokens: int) -> None:
+    """Tells a guest what has become of a row. A full ring drops the oldest note, and counts it."""
+    c = view(cache, 1, CACHE)[0]
+    if not c.guest:
+        return
+    place_at = c.ring_head % c.ring_size
+    n = view(c.ring_at, c.ring_size, NOTE)[place_at]
+    n.kind, n.row, n.owner, n.tokens = kind, row, owner, tokens
+    c.ring_head += 1
+
+
+@inner
+def is_near(cache: int, row: int, slot: int, ask: int) -> int:
+    """Whether work on a stream comes behind all work on a row's surplus."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    only = 1 << slot if slot >= 0 else 0
+    if r.slots & ~only:
+        r.slots = pending_slots(view(c.pool, 1, POOL)[0].driver, r.slots, r.tick, ask)
+    return 1 if r.slots & ~only == 0 else 0
+
+
+@inner
+def suits(cache: int, row: int, target: int) -> int:
+    """Whether a sequence of so many tokens would waste little on a parked row, of whose large frames each is used as a
+    whole."""
+    c = view(cache, 1, CACHE)[0]
+    for part in range(c.ranges):
+        end = pages_for(cache, part, target + c.overread)
+        if (fit(cache, row, part, end, 1) - end) * 8 > end:
+            return 0
+    return 1
+
+
+@inner
+def choose(cache: int, pages: int, target: int, key: int, slot: int, ask: int) -> int:
+    """The parked row to take over for so many pages, or -1: of the smallest size that has them, else the largest; of
+    the same key, and rather one behind whose work the stream comes, if a few looks find it."""
+    c = view(cache, 1, CACHE)[0]
+    rows, wanted, best = view(c.rows_at, c.num_rows + LISTS, ROW), class_of(pages), -1
+    for turn in range(NUM_CLASSES):
+        which = wanted + turn if wanted + turn < NUM_CLASSES else NUM_CLASSES - 1 - turn
+        if c.classes >> which & 1:
+            row, looks = rows[c.num_rows + CLASSES + which].prev, 0
+            while row < c.num_rows and looks < CANDIDATES:
+                if rows[row].key == key and suits(cache, row, target):
+                    if is_near(cache, row, slot, ask):
+                        return row
+                    best = row if best < 0 else best
+                row = rows[row].prev
+                looks += 1
+            if best >= 0:
+                return best
+    return best
+
+
+@inner
+def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -> int:
+    """Gives a row to a new sequence. Returns its ticket."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    owners = view(static("owners"), 1, np.int64)
+    owners[0] += 1
+    r.owner, r.expected = owners[0], expected
+    r.key = r.owner if c.key_of_sequence else key
+    r.length = r.start = r.broken = 0
+    r.stream, r.streams = handle, 1 << slot if slot >= 0 else 0
+    c.live += 1
+    recount(cache, row)
+    place(cache, row)
+    return r.owner << ROW_BITS | row
+
+
+@inner
+def find_row(cache: int, target: int, key: int, slot: int, ask: int) -> int:
+    """The row for a new sequence: a parked one whose pages suit it, else one without pages; -1: there is neither."""
+    c, pages, row = view(cache, 1, CACHE)[0], 0, -1
+    vacant = view(c.rows_at, c.num_rows + LISTS, ROW)[c.num_rows + VACANT_ROWS].next
+    for part in range(c.ranges):
+        pages += pages_for(cache, part, target + c.overread) if target else 0
+    if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
+        row = choose(cache, pages, target, key, slot, ask)
+    if row < 0 and vacant < c.num_rows:
+        return vacant
+    c.adopted += row >= 0
+    return row
+
+
+@entry
+def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
+    """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is the row that it is to
+    be, or -1. It makes no driver call that maps, and needs no lock.
+
+    Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the row that it is to be is a live sequence's; `NEEDS`: rows are
+    there, but with pages that cannot be taken over as they are (see `plan_empty`); `FULL` or `FAILED`: the stream could
+    not be named.
+    """
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
+    if p.dead:
+        return DEAD
+    if c.live == c.num_rows:
+        return NO_ROWS
+    if wanted >= 0 and rows[wanted].owner:
+        return TAKEN
+    if enter(p.driver, ask):
+        return FAILED
+    if handle:
+        slot = hold_slot(p.driver, handle, 1, ask)
+    code = take_row(cache, max(tokens, expected), key, wanted, slot, ask) if slot >= 0 or not handle else slot
+    leave_context(p.driver, ask)
+    row = view(ask, 1, ASK)[0].row
+    if code != DONE:
+        if slot >= 0:
+            let_slots(p.driver, 1 << slot)
+        return code
+    view(cell, 1, np.int64)[0] = own(cache, row, key, expected, slot, handle)
+    return RING if expected > rows[row].capacity and c.lookahead and queue_row(cache, row) else DONE
+
+
+@inner
+def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int) -> int:
+    """Chooses a row, to `ask.row`, and has the stream come behind all work on its pages. Returns `DONE`, `NEEDS` or
+    `FAILED`. It needs the context."""
+    c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
+    driver, rows = view(c.pool, 1, POOL)[0].driver, view(c.rows_at, c.num_rows + LISTS, ROW)
+    a.row = row = find_row(cache, target, key, slot, ask) if wanted < 0 else wanted
+    if row < 0 or rows[row].busy or rows[row].list == RETIRED:
+        return NEEDS
+    if rows[row].list != VACANT_ROWS and (rows[row].key != key or c.key_of_sequence):
+        return NEEDS
+    if is_near(cache, row, slot, ask):
+        return DONE
+    if slot >= 0:
+        d = view(driver, 1, DRIVER)[0]
+        if captured(driver, view(d.streams_at, SLOTS, STREAM)[slot].handle, ask):
+            return NEEDS
+        return FAILED if order_slots(driver, rows[row].slots, rows[row].tick, slot) else DONE
+    return DONE
+
+
+@entry
+def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, handle: int, cell: int, ask: int) -> int:
+    """Gives a parked row to a new sequence that begins with the first tokens that the sequence `last` has left there.
+    Returns `DONE` or `RING`; `GONE`: another has had the row meanwhile, or its pages are not all there; or what `adopt`
+    returns."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
+    r = rows[row]
+    if p.dead:
+        return DEAD
+    if kept(cache, row, last) < tokens:
+        return GONE
+    if enter(p.driver, ask):
+        return FAILED
+    if handle:
+        slot = hold_slot(p.driver, handle, 1, ask)
+    code = slot if handle and slot < 0 else DONE
+    if code == DONE and not is_near(cache, row, slot, ask) and slot >= 0:
+        code = FAILED if order_slots(p.driver, r.slots, r.tick, slot) else DONE
+    leave_context(p.driver, ask)
+    if code != DONE:
+        return code
+    ticket = own(cache, row, r.key, expected, slot, handle)
+    use_tokens(cache, row, tokens)
+    if is_over(cache):
+        view(ask, 1, ASK)[0].available = available(cache)
+        disown(cache, row)
+        return NO_PAGES
+    r.length = tokens
+    c.tokens += tokens
+    c.reused += 1
+    recount(cache, row)
+    place(cache, row)
+    view(cell, 1, np.int64)[0] = ticket
+    return RING if max(expected, tokens) > r.ahead_at and c.lookahead and queue_row(cache, row) else DONE
+
+
+@entry
+def kept(cache: int, row: int, last: int) -> int:
+    """How many tokens, from the first on, of those that a sequence has left on its row are mapped there still; 0 where
+    another has had the row."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.owner or r.busy or r.last != last or r.broken:
+        return 0
+    tokens = c.max_tokens
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        size = view(c.pool, 1, POOL)[0].page_size
+        record = view(c.ranges_at, c.ranges, RANGE)[part].record
+        tokens = min(tokens, e.ready * size // record if e.first == 0 else 0)
+    return min(tokens, r.left)
+
+
+@entry
+def plan_empty(cache: int, wanted_row: int, ask: int) -> int:
+    """Plans to unmap all of a row that no sequence has: of the one that is wanted, or of the oldest that cannot be
+    taken over as it is. Returns a serial, `NO_ROWS` or `WAIT`."""
+    c = view(cache, 1, CACHE)[0]
+    rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted_row
+    settle(c.pool, ask)
+    view(ask, 1, ASK)[0].slots = 0
+    if row < 0:
+        row = rows[c.num_rows + RETIRED].next
+    if row >= c.num_rows:
+        row = rows[c.num_rows].younger
+    if row >= c.num_rows:
+        return NO_ROWS
+    if rows[row].owner:
+        return TAKEN
+    if not is_idle(cache, row, ask):
+        return WAIT
+    begin(c.pool)
+    empty_row(cache, row)
+    return close(c.pool)
+
+
+@inner
+def empty_row(cache: int, row: int) -> None:
+    """Plans to unmap all of a row."""
+    c = view(cache, 1, CACHE)[0]
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        if e.first < e.mapped:
+            plan_unmap(cache, row, part, e.first, e.mapped)
+
+
+# ---------------------------------------------------------------------- ending
+
+
+@inner
+def disown(cache: int, row: int) -> None:
+    """Ends a row's sequence. The row is parked; if it is in a journal, that finds out."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    note(cache, FREED, row, r.owner, r.length)
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        use(cache, row, part, 0, 0)
+    c.tokens -= r.length - r.start
+    c.live -= 1
+    let_slots(p.driver, r.streams)
+    r.last, r.left = r.owner, r.length if r.start == 0 else 0
+    r.owner = r.length = r.start = r.streams = r.stream = r.expected = 0
+    p.clock += 1
+    unlink_old(cache, row)
+    r.stamp = p.clock
+    recount(cache, row)
+    place(cache, row)
+
+
+@entry
+def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
+    """Ends sequences, behind work on their streams and on the current one; stale tickets are ignored. Returns `DONE`,
+    or `CAPTURED`, `FULL` or `FAILED`, and then none has ended. It needs no lock."""
+    c = view(cache, 1, CACHE)[0]
+    p = view(c.pool, 1, POOL)[0]
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    slots, a, found = 0, view(ask, 1, ASK)[0], 0
+    if p.dead:
+        return DEAD
+    for index in range(count):
+        row = row_of(cache, tickets[index])
+        if row >= 0:
+            slots |= rows[row].streams
+            found += 1
+    if found == 0:
+        return DONE
+    if slots or handle:
+        if enter(p.driver, ask):
+            return FAILED
+        slot = hold_slot(p.driver, handle, 0, ask) if handle else 0
+        code = slot
+        if slot >= 0:
+            slots |= 1 << slot if handle else 0
+            code = record_slots(p.driver, slots, handle, ask)
+        leave_context(p.driver, ask)
+        if code < 0:
+            return code
+    for index in range(count):
+        row = row_of(cache, tickets[index])
+        if row >= 0:
+            if slots:
+                rows[row].slots |= rows[row].streams | (1 << slot if handle else 0)
+                rows[row].tick = a.tick
+            disown(cache, row)
+    return DONE
+
+
+@inner
+def fill_tokens(cache: int, row: int, first: int, end: int, ask: int) -> int:
+    """Fills tokens of a row, on its stream, but for pages that others have, too. Returns a status."""
+    c = view(cache, 1, CACHE)[0]
+    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    status = enter(p.driver, ask)
+    if status:
+        return status
+    for part in range(c.ranges):
+        g = view(c.ranges_at, c.ranges, RANGE)[part]
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        start = max(first * g.record, e.shared * p.page_size)
+        nbytes = min(end * g.record, e.ready * p.page_size) - start
+        if nbytes > 0 and status == 0:
+            address = g.address + row * g.row_pages * p.page_size + start
+            status = call(view(p.driver, 1, DRIVER)[0].fill, (address, p.poison, nbytes, r.stream))
+    leave_context(p.driver, ask)
+    return status
+
+
+@entry
+def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
+    """Has a sequence keep tokens `[start, length)` of those that it has, -1 meaning what it was. Pages without tokens
+    stay mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
+    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
+    if row < 0:
+        return row
+    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    start, length = r.start if start < 0 else start, r.length if length < 0 else length
+    if not r.start <= start <= length <= r.length:
+        return NO_TOKEN
+    gives_up = False
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        end = pages_for(cache, part, length + c.overread) if length else 0
+        gives_up |= (page_of(cache, part, start) > e.use_first) | (end < e.use_end)
+    if gives_up:
+        code = fence_row(cache, row, ask)
+        if code != DONE:
+            return code
+    if length < r.length and (c.key_of_sequence or p.poison):
+        if is_captured(cache, row, ask):
+            return CAPTURED
+        if fill_tokens(cache, row, length, r.length, ask):
+            return FAILED
+    if length < r.length:
+        note(cache, CUT, row, r.owner, length)
+    c.tokens -= (r.length - r.start) - (length - start)
+    r.start, r.length = start, length
+    use_tokens(cache, row, length)
+    recount(cache, row)
+    place(cache, row)
+    return DONE
+
+
+@entry
+def expect(cache: int, ticket: int, tokens: int) -> int:
+    """Sets the length that a sequence is expected to have. Returns `DONE`, `RING` or `GONE`."""
+    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
+    if row < 0:
+        return row
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    r.expected = tokens
+    return RING if tokens > r.capacity and c.lookahead and queue_row(cache, row) else DONE

@@ -1,0 +1,103 @@
+"""The tables of the books, and what must hold of them between two calls.
+
+    pool      budget, free frames, the journal, the caches and accounts that lie on it
+    accounts  what each user of a pool uses, may use, and has reserved, in pages
+    frames    physical memory: handle, pages, mappings, references
+    cache     geometry; the row lists, of which each is a ring through a head behind the rows
+    rows      owner, length, capacity, fence, list links
+    extents   which pages of a row are mapped, ready, shared and used, for each range
+    pages     page table of a range: pages[row, page] is the frame + 1; 0 outside of the extents, and not scanned
+    steps     the journal of the change that is under way
+
+Compiled functions are given one integer, the address of a pool or of a cache, and find the rest from there. They run
+from the first line to the last with the interpreter's lock held, so that nothing sees the books half changed; `run`
+alone gives the lock up, and it touches the journal and the handles of its frames only. A state is never freed.
+
+A change of what is mapped is three calls, under the lock of those who plan:
+
+    plan      writes a journal. Pages that are to be unmapped leave the extents at once; pages that are to be mapped come
+              into them with the commit, and so do lengths.
+    run       makes the journal's driver calls, one after another.
+    commit    books what was done. If that is not all, lengths are as before, pages that were not unmapped come back,
+              pages that were mapped are surplus, and frames that were made are free.
+
+Invariants between two calls, in pages:
+ 1. `created + leased <= budget`, and `used` of all accounts adds up to `pool.used`. `committed` is the sum of what each
+    account uses or has reserved, whichever is more.
+ 2. A frame is on one free stack (`refs == held == 0`), or mapped (`refs`), or held by a guest, or in the journal.
+    `place` is the exclusive or of the rows in which it is mapped: of one mapping it is the row.
+ 3. `first <= use_first <= use_end`, `first <= ready <= mapped`, and pages from `first` to `mapped` are mapped. Below
+    `head_end` they are large frames, whole ones. A frame that is mapped twice, or held, lies below `shared` in each of
+    its rows; below `readonly` a row cannot write.
+ 4. Of pages below `shared` a frame counts the live rows that use it (`users`); above it the pages of a live row are its
+    own, and are counted by arithmetic.
+ 5. `gain` of a row is the number of its pages whose frames would be free if they were unmapped there.
+ 6. A row's fence covers all work on its surplus pages. Free frames and frames that a guest alone holds have none.
+"""
+
+import numpy as np
+
+from ..driver.table import SCRATCH
+
+
+def _record(names: str) -> np.dtype:  # type: ignore[type-arg]
+    return np.dtype([(name, np.int64) for name in names.split()])
+
+
+POOL = _record(
+    "driver page_size large frames_at capacity fresh "
+    "small small_at larges larges_at unmade unmade_at gained gained_at gained_large gained_large_at "
+    "budget created leased used committed accounts_at accounts caches_at caches clock "
+    "steps_at max_steps steps calls done status serial pending settled "
+    "spent spent_ahead run_scratch staging staged staged_for source_of source hungry asleep dead poison fills"
+)
+"""Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number that
+was never used. `staging` is the address of a range to copy to; `staged` is the frame
+there + 1, which counts as used by the cache `staged_for`. `source` is a row of the cache `source_of` that the journal
+reads from."""
+ACCOUNT = _record("used limit reserved leased open")
+CACHE = _record(
+    "pool account num_rows ranges ranges_at rows_at extents_at max_tokens overread lookahead large key_of_sequence "
+    "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count turn"
+)
+RANGE = _record("address record row_pages pages_at")
+ROW = _record(
+    "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn target cut "
+    "list next prev is_old older younger queued broken broken_part broken_page"
+)
+EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
+FRAME = _record("handle pages refs held users key place leaving moving uses")
+STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
+ASK = _record(
+    " ".join(f"scratch{index}" for index in range(SCRATCH))
+    + " asked available slots tick row fresh frugal waited current"
+)
+"""What a caller learns beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available,
+a fence to wait for, a row, whether a stream has a new slot. `frugal`: the driver has no memory for new frames; `waited`:
+the caller has waited for the fence; `current`: the handle of the caller's stream."""
+NOTE = _record("kind row owner tokens")
+"""What a guest is told of a row: see `vmmkv.core.guests`."""
+
+VACANT_ROWS, LIVE, SPARE, RETIRED, CLASSES = 0, 1, 2, 3, 4
+"""Lists: rows without pages, live rows without surplus and with some, rows that a new sequence cannot take over as they
+are; then parked rows by size."""
+NUM_CLASSES = 44
+LISTS = CLASSES + NUM_CLASSES
+
+FILL, COPY, LENGTH, STAGE, UNSTAGE, OUT, IN = range(20, 27)
+"""Kinds of steps beside the driver's (`vmmkv.driver.table`). `LENGTH` is no call: a row's length after the commit.
+`STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of a row."""
+ROW_BITS = 24
+ROW_MASK = (1 << ROW_BITS) - 1
+
+DONE, RING = 0, 1
+"""It is done; and the mapper has work."""
+(
+    BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED, NO_TOKEN, FULL,
+    BUSY, DEAD, NO_LIMIT, TAKEN,
+) = range(-20, 0)  # fmt: skip
+"""Why a call has not done what was asked: see `vmmkv.core.errors`."""
+GAINED, TAKEN_FRAME = 1, 2
+"""`moving` of a frame in the journal: it becomes free, and another step has it."""
+FRESH_KEY = -1
+"""The key of a frame that no sequence has had."""
