@@ -202,14 +202,16 @@ class Cache:
 
     # ------------------------------------------------------------------ sequences
 
-    def sequence(self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None) -> Sequence:
-        """Starts a sequence of so many tokens."""
+    def sequence(
+        self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None, avoid: int = -1
+    ) -> Sequence:
+        """Starts a sequence of so many tokens, on a row, or on any but one."""
         if self._dead:
             self.sweep()
         sequence = Sequence(self)
         if max(tokens, expected) > self.max_seq_len:
             raise too_long(max(tokens, expected), self.max_seq_len)
-        self._adopt(sequence, tokens, expected, key, -1 if row is None else row)
+        self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
         if tokens:
             try:
                 sequence.extend(tokens)
@@ -224,7 +226,7 @@ class Cache:
         arguments = tokens, expected, key, row, handle, sequence.cell.buffer_info()[0]
         code = entries.adopt(self.address, *arguments, ask.address)
         while code == NEEDS:
-            if self.pool.change(Ask(), entries.plan_empty, self.address, ask.words[ROW_AT] if row >= 0 else -1) < 0:
+            if self.pool.change(Ask(), entries.plan_empty, self.address, row) < 0:
                 code = NO_ROWS
                 break
             code = entries.adopt(self.address, *arguments, ask.address)
@@ -386,7 +388,7 @@ class Cache:
         row = source.record_index() if isinstance(source, Sequence) else source
         if isinstance(source, Sequence):
             key = int(self.rows["key"][row])
-        sequence = self.sequence(key=key, expected=expected)
+        sequence = self.sequence(key=key, expected=expected, avoid=row)
         if self.state[0]["key_of_sequence"] and row >= 0:
             self.rows["key"][sequence.record_index()] = self.rows["key"][row]
         frames_at = frames.buffer_info()[0] if frames is not None else 0

@@ -287,10 +287,10 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
                 return PART
     begin(pool)
     code = DONE
-    if starts_at:
-        for index in range(count):
-            if code == DONE:
-                code = begin_late(cache, tickets[index] & ROW_MASK, view(starts_at, count, np.int64)[index], ask)
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        if code == DONE and rows[row].length == 0 and rows[row].target:
+            code = begin_at(cache, row, view(starts_at, count, np.int64)[index] if starts_at else 0, ask)
     code = plan_targets(cache, tickets_at, count, ask) if code == DONE else refuse(pool, code, ask)
     if code < 0 and starts_at:
         for index in range(count):
@@ -300,9 +300,8 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
 
 
 @inner
-def begin_late(cache: int, row: int, start: int, ask: int) -> int:
-    """Has a row without tokens begin at a token. Pages that lie too far in front are unmapped. Returns `DONE` or
-    `WAIT`."""
+def begin_at(cache: int, row: int, start: int, ask: int) -> int:
+    """Has a row without tokens begin at a token. Pages that lie elsewhere are unmapped. Returns `DONE` or `WAIT`."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):

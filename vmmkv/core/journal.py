@@ -8,7 +8,7 @@ from ..driver.running import step as driver_step
 from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .frames import add_gain, book_map, book_unmap, leave, settle_frame, stay, take
 from .rows import add_user, charge, frame_at, place, put_frame, recount, track, use_tokens
-from .streams import fence_row, order_current
+from .streams import fence_row, order_stream
 from .tables import (
     ASK,
     CACHE,
@@ -312,10 +312,13 @@ def release_source(pool: int) -> None:
 
 @inner
 def fence_source(cache: int, source: int, row: int, ask: int) -> None:
-    """Keeps the pages of a parked row until copies of them, on another row's stream, have been made."""
+    """Keeps what lies on a row until copies of it, on another row's stream, have been made: the pages of a parked row,
+    and tokens that a sequence might write over."""
     c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
-    if rows[source].owner == 0 and fence_row(cache, row, ask) == DONE:
+    if rows[source].owner:
+        order_stream(cache, row, rows[source].stream, ask)
+    elif fence_row(cache, row, ask) == DONE:
         rows[source].slots |= a.slots
         rows[source].tick = max(rows[source].tick, a.tick)
 
@@ -368,7 +371,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
             settle_frame(pool, s.frame)
         if (s.kind == FILL or s.kind == COPY) and index < p.done and s.row >= 0:
             if done:
-                order_current(s.cache, s.row, ask)
+                order_stream(s.cache, s.row, view(ask, 1, ASK)[0].current, ask)
             else:  # its pages may become surplus while they are written to
                 fence_row(s.cache, s.row, ask)
             if s.kind == COPY and p.source_of:
@@ -379,7 +382,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
         r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
         if r.owner == s.owner and s.owner:
             if done:
-                c.tokens += s.frame - r.length + r.start - s.nbytes
+                c.tokens += s.frame - s.nbytes - max(r.length - r.start, 0)
                 r.length, r.start = s.frame, s.nbytes
             elif r.length == 0:
                 r.start = 0

@@ -123,7 +123,7 @@ class Pool:
             OutOfPagesError: what is asked for is not there.
             DriverError, StreamCaptureError: nothing has changed.
         """
-        lock, ask.words[CURRENT] = self.lock, self.current_handle()
+        lock, error, ask.words[CURRENT] = self.lock, None, self.current_handle()
         while True:
             if lock._is_owned():  # type: ignore[attr-defined]
                 raise busy()
@@ -132,10 +132,12 @@ class Pool:
                 if code > RING:
                     entries.run(self.address, code, 0)
                     code = entries.commit(self.address, code, ask.address)
-                    error = self.failure() if code == FAILED else None
+                    if code == FAILED:
+                        error = self.failure()
             if code != WAIT and code != SHORT and code != FAILED:
                 break
-            self._help(code, ask, error if code == FAILED else None)
+            self._help(code, ask, error)
+            error = None
         if code in (NO_PAGES, CAPTURED, FULL, DEAD):
             raise self.error(code, ask)
         return code

@@ -304,8 +304,8 @@ def recount(cache: int, row: int) -> None:
         g = view(c.ranges_at, c.ranges, RANGE)[part]
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         ready = e.ready
-        if page_of(cache, part, r.length) < e.shared:  # it would write where others read
-            ready = 0
+        if page_of(cache, part, r.length) < e.shared or page_of(cache, part, r.start) < e.first:
+            ready = 0  # it would write where others read, or pages in front are missing
         room = min(room, min(e.use_end, ready) * size // g.record - c.overread)
         capacity = min(capacity, ready * size // g.record - c.overread)
     r.room, r.capacity = max(room, 0), max(capacity, 0)

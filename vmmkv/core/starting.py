@@ -7,7 +7,7 @@ from ..compiled.native import call, static, view
 from ..driver.fencing import SLOTS, STREAM
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
-from ..driver.table import DRIVER
+from ..driver.table import DRIVER, SCRATCH, STATUS
 from .growth import queue_row
 from .journal import begin, close, plan_unmap, settle
 from .reclaim import is_idle
@@ -95,7 +95,7 @@ def suits(cache: int, row: int, target: int) -> int:
 
 
 @inner
-def choose(cache: int, pages: int, target: int, key: int, slot: int, ask: int) -> int:
+def choose(cache: int, pages: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
     """The parked row to take over for so many pages, or -1: of the smallest size that has them, else the largest; of
     the same key, and rather one behind whose work the stream comes, if a few looks find it."""
     c = view(cache, 1, CACHE)[0]
@@ -105,7 +105,7 @@ def choose(cache: int, pages: int, target: int, key: int, slot: int, ask: int) -
         if c.classes >> which & 1:
             row, looks = rows[c.num_rows + CLASSES + which].prev, 0
             while row < c.num_rows and looks < CANDIDATES:
-                if rows[row].key == key and suits(cache, row, target):
+                if rows[row].key == key and row != avoid and suits(cache, row, target):
                     if is_near(cache, row, slot, ask):
                         return row
                     best = row if best < 0 else best
@@ -134,14 +134,14 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
 
 
 @inner
-def find_row(cache: int, target: int, key: int, slot: int, ask: int) -> int:
+def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
     """The row for a new sequence: a parked one whose pages suit it, else one without pages; -1: there is neither."""
     c, pages, row = view(cache, 1, CACHE)[0], 0, -1
     vacant = view(c.rows_at, c.num_rows + LISTS, ROW)[c.num_rows + VACANT_ROWS].next
     for part in range(c.ranges):
         pages += pages_for(cache, part, target + c.overread) if target else 0
     if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
-        row = choose(cache, pages, target, key, slot, ask)
+        row = choose(cache, pages, target, key, avoid, slot, ask)
     if row < 0 and vacant < c.num_rows:
         return vacant
     c.adopted += row >= 0
@@ -151,7 +151,7 @@ def find_row(cache: int, target: int, key: int, slot: int, ask: int) -> int:
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
     """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is the row that it is to
-    be, or -1. It makes no driver call that maps, and needs no lock.
+    be, -1 for any, or -2 less the number of a row that it is not to be. It makes no driver call that maps, and needs no lock.
 
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the row that it is to be is a live sequence's; `NEEDS`: rows are
     there, but with pages that cannot be taken over as they are (see `plan_empty`); `FULL` or `FAILED`: the stream could
@@ -187,7 +187,7 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
     `FAILED`. It needs the context."""
     c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
     driver, rows = view(c.pool, 1, POOL)[0].driver, view(c.rows_at, c.num_rows + LISTS, ROW)
-    a.row = row = find_row(cache, target, key, slot, ask) if wanted < 0 else wanted
+    a.row = row = find_row(cache, target, key, -2 - wanted, slot, ask) if wanted < 0 else wanted
     if row < 0 or rows[row].busy or rows[row].list == RETIRED:
         return NEEDS
     if rows[row].list != VACANT_ROWS and (rows[row].key != key or c.key_of_sequence):
@@ -242,12 +242,12 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
 
 @entry
 def kept(cache: int, row: int, last: int) -> int:
-    """How many tokens, from the first on, of those that a sequence has left on its row are mapped there still; 0 where
-    another has had the row."""
+    """How many tokens, from the first on, of those that a sequence has left on its row are mapped there still; -1
+    where another sequence has had the row."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if r.owner or r.busy or r.last != last or r.broken:
-        return 0
+        return -1
     tokens = c.max_tokens
     for part in range(c.ranges):
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
@@ -258,17 +258,19 @@ def kept(cache: int, row: int, last: int) -> int:
 
 
 @entry
-def plan_empty(cache: int, wanted_row: int, ask: int) -> int:
+def plan_empty(cache: int, wanted: int, ask: int) -> int:
     """Plans to unmap all of a row that no sequence has: of the one that is wanted, or of the oldest that cannot be
     taken over as it is. Returns a serial, `NO_ROWS` or `WAIT`."""
     c = view(cache, 1, CACHE)[0]
-    rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted_row
+    rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted
     settle(c.pool, ask)
     view(ask, 1, ASK)[0].slots = 0
-    if row < 0:
+    if wanted < 0:
         row = rows[c.num_rows + RETIRED].next
+        row = rows[row].next if row == -2 - wanted else row
     if row >= c.num_rows:
         row = rows[c.num_rows].younger
+        row = rows[row].younger if row == -2 - wanted else row
     if row >= c.num_rows:
         return NO_ROWS
     if rows[row].owner:
@@ -303,7 +305,7 @@ def disown(cache: int, row: int) -> None:
     for part in range(c.ranges):
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         use(cache, row, part, 0, 0)
-    c.tokens -= r.length - r.start
+    c.tokens -= max(r.length - r.start, 0)
     c.live -= 1
     let_slots(p.driver, r.streams)
     r.last, r.left = r.owner, r.length if r.start == 0 else 0
@@ -370,6 +372,7 @@ def fill_tokens(cache: int, row: int, first: int, end: int, ask: int) -> int:
             address = g.address + row * g.row_pages * p.page_size + start
             status = call(view(p.driver, 1, DRIVER)[0].fill, (address, p.poison, nbytes, r.stream))
     leave_context(p.driver, ask)
+    view(ask, SCRATCH, np.int64)[STATUS] = status
     return status
 
 

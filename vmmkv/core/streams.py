@@ -108,20 +108,19 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 
 
 @inner
-def order_current(cache: int, row: int, ask: int) -> int:
-    """Makes later work on the caller's stream wait for what a row's own stream has. Returns a status."""
+def order_stream(cache: int, row: int, stream: int, ask: int) -> int:
+    """Makes later work on a stream wait for what a row's own stream has. Returns a status."""
     c = view(cache, 1, CACHE)[0]
     driver = view(c.pool, 1, POOL)[0].driver
     r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
-    if r.stream == a.current or a.current == 0 or r.stream == 0 or enter(driver, ask):
+    if stream in (r.stream, 0) or r.stream == 0 or enter(driver, ask):
         return 0
-    status = 0
-    slot = hold_slot(driver, r.stream, 0, ask)
+    status, slot = 0, hold_slot(driver, r.stream, 0, ask)
     if slot >= 0 and record_slots(driver, 1 << slot, 0, ask) == DONE:
         d = view(driver, 1, DRIVER)[0]
         place = event_for(driver, slot, a.tick)
         if place >= 0:
-            status = call(d.wait, (a.current, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0))
+            status = call(d.wait, (stream, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0))
     leave(driver, ask)
     return status
 
