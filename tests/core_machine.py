@@ -96,6 +96,13 @@ class Guest:
         return given
 
 
+class NoMapper:
+    """Stands for the mapper, whose changes are operations here."""
+
+    def ring(self) -> None:
+        """Does nothing."""
+
+
 class Machine:
     """Runs random operations on caches of one pool.
 
@@ -109,6 +116,7 @@ class Machine:
         self.device = SimulatedDevice(random)
         self.device.changes_access = True
         self.pool = Pool(self.device.inner, random.choice([12, 40, 90]))
+        self.pool.mapper = NoMapper()
         self.caches = [self.new_cache() for _ in range(random.choice([1, 1, 2]))]
         self.guests = [Guest(cache) for cache in self.caches]
         self.pool.evict += [guest.evict for guest in self.guests]
@@ -118,7 +126,9 @@ class Machine:
     def new_cache(self) -> Cache:
         random = self.random
         layers = random.choice([1, 3])
-        layout = KVLayout(layers, 1, random.choice([16, 36, 64]), torch.float32, layers_per_range=random.choice([None, 1, 2]))
+        layout = KVLayout(
+            layers, 1, random.choice([16, 36, 64]), torch.float32, layers_per_range=random.choice([None, 1, 2])
+        )
         return Cache(
             self.pool, layout, random.choice([2, 4, 7]), random.choice([40, 400]), large=random.random() < 0.5,
             reserved=random.choice([0, 0, 3]), overread=random.choice([0, 0, 5]), scrub=random.random() < 0.2,
@@ -195,7 +205,7 @@ class Machine:
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.set_limit(self.pool.word("budget"))
         check(self.pool, self.caches, held)
-        for cache, models in zip(self.caches, self.models):
+        for models in self.models:
             for model in models:
                 assert (model.sequence.start, model.sequence.length) == (model.start, len(model.tokens))
         assert self.device.num_pages == self.pool.word("created")
@@ -370,7 +380,9 @@ class Machine:
             assert self.pool.word("budget") == before
 
     def do_stock(self, index: int) -> None:
-        self.pool.change(Ask(), entries.plan_stock, self.pool.address, self.random.randrange(4), self.random.randrange(2))
+        self.pool.change(
+            Ask(), entries.plan_stock, self.pool.address, self.random.randrange(4), self.random.randrange(2)
+        )
 
     def do_ahead(self, index: int) -> None:
         """What the mapper does."""

@@ -20,6 +20,7 @@ from ..errors import (
 )
 from ..layout import KVLayout
 from . import entries
+from .mapper import Mapper
 from .pool import ASKED, FRESH, LARGE, ROW_AT, SLOTS_AT, TICK, Ask, Pool, at, busy, record, zeros
 from .tables import (
     BROKEN,
@@ -190,6 +191,8 @@ class Cache:
         self._watches: list[Watch | None] = [None] * max_sequences
         self.slot = int(np.flatnonzero(pool.caches == 0)[0])
         pool.caches[self.slot] = self.address
+        if lookahead and pool.mapper is None:
+            pool.mapper = Mapper(pool)
 
     def _link_rows(self) -> None:
         """Puts all rows on the list of those without pages."""
@@ -304,9 +307,9 @@ class Cache:
         ask, begins = Ask(), starts.buffer_info()[0] if starts is not None else 0
         arguments = self.address, tickets.buffer_info()[0], count, each, counts.buffer_info()[0] if counts else 0
         code = NEEDS if starts is not None else entries.grow(*arguments, ask.address)
-        while code == NEEDS or code == STALE:
+        while code in (NEEDS, STALE):
             code = self.pool.change(ask, entries.plan_growth, *arguments, begins)
-            if code == PART or code == BROKEN:
+            if code in (PART, BROKEN):
                 self._part_before(ask.words[ROW_AT], code)
                 code = NEEDS
         if code == RING:
@@ -458,6 +461,7 @@ class Cache:
         for row in np.flatnonzero(self.extents["mapped"].reshape(self.max_sequences, -1).any(1)):
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
         self.pool.caches[self.slot] = 0
+        self.pool.state[0]["hungry"] -= self.state[0]["queue_count"]
         self.pool.close_account(self.account)
         for part in self.ranges:
             nbytes = int(part["row_pages"]) * self.max_sequences * self.pool.driver.page_size

@@ -26,7 +26,9 @@ class Found:
         self.gain: dict[tuple[int, int], int] = {}
 
 
-def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None, pins: Counter[int] | None = None) -> None:
+def check(
+    pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None, pins: Counter[int] | None = None
+) -> None:
     """Raises `InvariantError` where the books of a pool, on which these caches lie, are wrong. `held` and `pins` are
     what guests hold and have pinned, by frame."""
     with pool.lock:
@@ -37,9 +39,7 @@ def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None,
             used += check_rows(pool, cache, found)
         check_frames(pool, found, held or Counter(), pins or Counter())
         staged = int(state["staged"])
-        pinned = sum(
-            int(pool.frames[frame]["pages"]) for frame in (pins or {}) if not found.users[frame]
-        )
+        pinned = sum(int(pool.frames[frame]["pages"]) for frame in (pins or {}) if not found.users[frame])
         used += pinned + (int(pool.frames[staged - 1]["pages"]) if staged else 0) + int(pool.accounts["leased"].sum())
         expect(used == state["used"], f"used is {state['used']}, and by the rows {used}")
         open_accounts = pool.accounts[pool.accounts["open"] == 1]
@@ -97,7 +97,10 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
         live += bool(r["owner"])
         expect(not r["busy"], f"row {row} is busy")
         for index, part in enumerate(cache.ranges):
-            e, where = cache.extents[row * len(cache.ranges) + index], f"row {row} of range {index}: {row_text(cache, row, index)}"
+            e, where = (
+                cache.extents[row * len(cache.ranges) + index],
+                f"row {row} of range {index}: {row_text(cache, row, index)}",
+            )
             expect(e["first"] <= e["ready"] <= e["mapped"] or e["first"] == e["mapped"] == 0, f"{where}: extents")
             expect(e["shared"] <= e["mapped"] and e["readonly"] <= e["mapped"], f"{where}: shared")
             expect(e["use_end"] <= e["mapped"] or e["use_first"] == e["use_end"], f"{where}: uses what is not mapped")

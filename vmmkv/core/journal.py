@@ -170,9 +170,9 @@ def close(pool: int) -> int:
 @inner
 def driver_kind(kind: int) -> int:
     """The driver's call for a kind of steps."""
-    if kind == UNSTAGE or kind == OUT:
+    if kind in (UNSTAGE, OUT):
         return UNMAP
-    return MAP if kind == STAGE or kind == IN else kind
+    return MAP if kind in (STAGE, IN) else kind
 
 
 @inner

@@ -128,7 +128,7 @@ def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
             unlink_old(cache, row)
             link_old(cache, row)
         cache = oldest(pool)
-    caches, limit = view(p.caches_at, p.caches, np.int64), MOST_WAITING
+    caches, _limit = view(p.caches_at, p.caches, np.int64), MOST_WAITING
     for wave in range(ROWS, level + 1):
         for index in range(p.caches):
             if caches[index]:
@@ -190,7 +190,7 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
     """Plans that there are free frames of one page and large ones; there may be fewer large frames, and single ones in
     their place. Returns the number of large frames, or `WAIT` or `SHORT`: see `lacking`."""
     p = view(pool, 1, POOL)[0]
-    wanted, creatable, plenty = singles + larges * p.large, can_create(pool, ask), 0
+    wanted, creatable, _plenty = singles + larges * p.large, can_create(pool, ask), 0
     missing = wanted - p.small - p.gained - (p.larges + p.gained_large) * p.large - creatable
     if missing > 0:
         missing -= reclaim(pool, missing, level, ask)

@@ -115,7 +115,7 @@ def plan_share(cache: int, ticket: int, source: int, tokens: int, frames_at: int
     Returns a serial, `GONE`, `NO_TOKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
     """
     c = view(cache, 1, CACHE)[0]
-    p, asked = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
+    _p, asked = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     settle(c.pool, ask)
     row = row_of(cache, ticket)

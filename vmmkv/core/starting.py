@@ -151,7 +151,8 @@ def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int)
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
     """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is the row that it is to
-    be, -1 for any, or -2 less the number of a row that it is not to be. It makes no driver call that maps, and needs no lock.
+    be, -1 for any, or -2 less the number of a row that it is not to be. It makes no driver call that maps, and needs no
+    lock.
 
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the row that it is to be is a live sequence's; `NEEDS`: rows are
     there, but with pages that cannot be taken over as they are (see `plan_empty`); `FULL` or `FAILED`: the stream could
@@ -303,7 +304,7 @@ def disown(cache: int, row: int) -> None:
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     note(cache, FREED, row, r.owner, r.length)
     for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         use(cache, row, part, 0, 0)
     c.tokens -= max(r.length - r.start, 0)
     c.live -= 1

@@ -15,8 +15,8 @@ alone gives the lock up, and it touches the journal and the handles of its frame
 
 A change of what is mapped is three calls, under the lock of those who plan:
 
-    plan      writes a journal. Pages that are to be unmapped leave the extents at once; pages that are to be mapped come
-              into them with the commit, and so do lengths.
+    plan      writes a journal. Pages that are to be unmapped leave the extents at once; pages that are to be mapped
+              come into them with the commit, and so do lengths.
     run       makes the journal's driver calls, one after another.
     commit    books what was done. If that is not all, lengths are as before, pages that were not unmapped come back,
               pages that were mapped are surplus, and frames that were made are free.
@@ -40,7 +40,7 @@ import numpy as np
 from ..driver.table import SCRATCH
 
 
-def _record(names: str) -> np.dtype:  # type: ignore[type-arg]
+def _record(names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
@@ -51,19 +51,19 @@ POOL = _record(
     "steps_at max_steps steps calls done status serial pending settled "
     "spent spent_ahead run_scratch staging staged staged_for source_of source hungry asleep dead poison fills"
 )
-"""Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number that
-was never used. `staging` is the address of a range to copy to; `staged` is the frame
-there + 1, which counts as used by the cache `staged_for`. `source` is a row of the cache `source_of` that the journal
-reads from."""
+"""Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number
+that was never used. `staging` is the address of a range to copy to; `staged` is the frame there + 1, which counts as
+used by the cache `staged_for`. `source` is a row of the cache `source_of` that the journal reads from."""
 ACCOUNT = _record("used limit reserved leased open")
 CACHE = _record(
     "pool account num_rows ranges ranges_at rows_at extents_at max_tokens overread lookahead large key_of_sequence "
-    "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count turn"
+    "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count "
+    "turn"
 )
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(
-    "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn target cut "
-    "list next prev is_old older younger queued broken broken_part broken_page"
+    "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
+    "target list next prev is_old older younger queued broken broken_part broken_page"
 )
 EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
 FRAME = _record("handle pages refs held users key place leaving moving uses")
@@ -72,9 +72,9 @@ ASK = _record(
     " ".join(f"scratch{index}" for index in range(SCRATCH))
     + " asked available slots tick row fresh frugal waited current"
 )
-"""What a caller learns beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available,
-a fence to wait for, a row, whether a stream has a new slot. `frugal`: the driver has no memory for new frames; `waited`:
-the caller has waited for the fence; `current`: the handle of the caller's stream."""
+"""What a caller learns beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and
+available, a fence to wait for, a row, whether a stream has a new slot. `frugal`: the driver has no memory for new
+frames; `waited`: the caller has waited for the fence; `current`: the handle of the caller's stream."""
 NOTE = _record("kind row owner tokens")
 """What a guest is told of a row: see `vmmkv.core.guests`."""
 
@@ -86,17 +86,18 @@ LISTS = CLASSES + NUM_CLASSES
 
 FILL, COPY, LENGTH, STAGE, UNSTAGE, OUT, IN = range(20, 27)
 """Kinds of steps beside the driver's (`vmmkv.driver.table`). `LENGTH` is no call: a row's length after the commit.
-`STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of a row."""
+`STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of a
+row."""
 ROW_BITS = 24
 ROW_MASK = (1 << ROW_BITS) - 1
 
 DONE, RING = 0, 1
 """It is done; and the mapper has work."""
 (
-    BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED, NO_TOKEN, FULL,
-    BUSY, DEAD, NO_LIMIT, TAKEN,
-) = range(-20, 0)  # fmt: skip
-"""Why a call has not done what was asked: see `vmmkv.core.errors`."""
+    BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED,
+    NO_TOKEN, FULL, DEAD, NO_LIMIT, TAKEN,
+) = range(-19, 0)  # fmt: skip
+"""Why a call has not done what was asked."""
 GAINED, TAKEN_FRAME = 1, 2
 """`moving` of a frame in the journal: it becomes free, and another step has it."""
 FRESH_KEY = -1

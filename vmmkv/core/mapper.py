@@ -1,0 +1,90 @@
+"""The mapper: a thread that maps pages behind rows before these need them, a few frames at a time.
+
+It plans and commits like all others, and lets them in between. It takes idle memory alone: free frames, new ones within
+the budget, pages of parked rows. It ends with its pool, and before the interpreter does; a forked child has none.
+
+What fails in it changes nothing: the rows that it was to map for are no longer asked for, until their pages change, and
+a growth that finds no page there maps it, or fails with the error of its own call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from time import sleep
+
+from . import entries
+from .pool import Ask, Pool
+from .tables import FAILED, RING, WAIT
+
+FRAMES = 4
+"""Frames of a change: a thread that needs pages waits for no more than these."""
+DELAY = 0.0003
+"""Seconds between two changes, in which threads that launch kernels have the interpreter's lock."""
+
+
+class Mapper:
+    """Maps ahead for the caches of a pool. Its thread starts with the first `ring`."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.error: Exception | None = None
+        """What went wrong last."""
+        self.changes = 0
+        """Changes that it has made."""
+        self._pool = weakref.ref(pool)
+        self._bell = threading.Event()
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(pool, self.stop)
+
+    def ring(self) -> None:
+        """Has it look for rows that need pages."""
+        if self._thread is None and not self._is_over:
+            self._thread = threading.Thread(target=self._work, name="vmmkv-mapper", daemon=True)
+            self._thread.start()
+        self._bell.set()
+
+    def stop(self) -> None:
+        """Ends it, behind the change that it is at."""
+        self._is_over = True
+        self._bell.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._is_over:
+            self._bell.wait()
+            self._bell.clear()
+            if (pool := self._pool()) is None:
+                return
+            state = pool.state[0]
+            while state["hungry"] and self._map(pool):
+                pass
+            del pool, state
+
+    def _map(self, pool: Pool) -> bool:
+        """Maps until no row needs pages, or a call fails; returns whether none has. A row that is queued while the
+        mapper is not asleep does not ring, so its caller looks once more."""
+        state, ask = pool.state[0], Ask()
+        state["asleep"] = 0
+        try:
+            while state["hungry"] and not self._is_over:
+                if not self._change(pool, ask):
+                    return False
+                sleep(DELAY)
+        finally:
+            state["asleep"] = 1
+        return not self._is_over
+
+    def _change(self, pool: Pool, ask: Ask) -> bool:
+        """Makes one change; returns whether there may be more."""
+        with pool.lock:
+            code = entries.plan_ahead(pool.address, FRAMES, ask.address)
+            if code > RING:
+                entries.run(pool.address, code, 1)
+                code = entries.commit(pool.address, code, ask.address)
+                self.changes += 1
+                if code == FAILED:
+                    self.error = pool.failure()
+        return code != FAILED and code != WAIT
