@@ -115,6 +115,7 @@ class Machine:
         self.random, self.faults = random, faults
         self.device = SimulatedDevice(random)
         self.device.changes_access = True
+        self.device.inner.memory_info = lambda: (1 << 20, 1 << 20)  # type: ignore[method-assign]
         self.pool = Pool(self.device.inner, random.choice([12, 40, 90]))
         self.pool.mapper = NoMapper()
         self.caches = [self.new_cache() for _ in range(random.choice([1, 1, 2]))]

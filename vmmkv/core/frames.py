@@ -150,7 +150,7 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
         f.key = key
         f.uses += 1
         add_gain(cache, frame, 1)
-        if f.moving == GAINED:
+        if f.moving == GAINED and f.refs == 0:  # it may leave several rows in one journal
             settle_frame(c.pool, frame)
         page += f.pages
 

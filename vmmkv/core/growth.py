@@ -5,7 +5,18 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
-from .journal import begin, close, emit_row, plan_fill, plan_length, plan_pages, plan_unmap, refuse, settle
+from .journal import (
+    begin,
+    close,
+    emit_row,
+    plan_fill,
+    plan_fill_cut,
+    plan_length,
+    plan_pages,
+    plan_unmap,
+    refuse,
+    settle,
+)
 from .reclaim import ALL, is_idle, supply
 from .rows import (
     available,
@@ -233,7 +244,7 @@ def map_row(cache: int, row: int, larges: int) -> int:
     """Plans to map what a row lacks of the pages that it uses, on so many large frames at most, to fill what holds
     another key's bytes. Returns the number of large frames that are left."""
     c = view(cache, 1, CACHE)[0]
-    large = view(c.pool, 1, POOL)[0].large
+    large, r = view(c.pool, 1, POOL)[0].large, view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         page, end, filled = first_missing(cache, row, part), e.use_end, e.use_end
@@ -247,6 +258,7 @@ def map_row(cache: int, row: int, larges: int) -> int:
             emit_row(cache, SET_ACCESS, row, part, ready, end - ready, 0)
         if filled < end:
             plan_fill(cache, row, part, filled, end)
+        plan_fill_cut(cache, row, part, r.target)
     return larges
 
 

@@ -6,7 +6,7 @@ from ..driver.running import enter, meter, now
 from ..driver.running import leave as leave_context
 from ..driver.running import step as driver_step
 from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
-from .frames import add_gain, book_map, book_unmap, leave, settle_frame, stay, take
+from .frames import add_gain, book_map, book_unmap, leave, push_free, settle_frame, stay, take
 from .rows import add_user, charge, frame_at, place, put_frame, recount, track, use_tokens
 from .streams import fence_row, order_stream
 from .tables import (
@@ -157,6 +157,20 @@ def plan_fill(cache: int, row: int, part: int, page: int, end: int) -> None:
 
 
 @inner
+def plan_fill_cut(cache: int, row: int, part: int, end: int) -> None:
+    """Plans to fill what a truncation has left of tokens in front of one, but for pages that others have, too."""
+    c = view(cache, 1, CACHE)[0]
+    p, g = view(c.pool, 1, POOL)[0], view(c.ranges_at, c.ranges, RANGE)[part]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    first, last = max(r.length * g.record, e.shared * p.page_size), min(r.cut, end) * g.record
+    if first < last:
+        plan_fill(cache, row, part, 0, 0)
+        s = view(p.steps_at, p.max_steps, STEP)[p.steps - 1]
+        s.address, s.nbytes = s.address + first, last - first
+
+
+@inner
 def close(pool: int) -> int:
     """Ends the driver calls of a journal; lengths may follow. Returns its serial."""
     p = view(pool, 1, POOL)[0]
@@ -271,6 +285,8 @@ def book_swap(step: int) -> None:
     f.refs -= 1
     f.place ^= s.row
     add_gain(s.cache, old, 1)
+    if f.refs == 0 and f.held == 0:  # others have left it meanwhile
+        push_free(c.pool, old)
     new.held, new.refs, new.place = 0, 1, s.row
     add_gain(s.cache, s.frame, 1)
     put_frame(s.cache, s.range, s.row, s.page, s.count, s.frame + 1)
@@ -384,6 +400,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
             if done:
                 c.tokens += s.frame - s.nbytes - max(r.length - r.start, 0)
                 r.length, r.start = s.frame, s.nbytes
+                r.cut = r.cut if r.cut > r.length else 0
             elif r.length == 0:
                 r.start = 0
             use_tokens(s.cache, s.row, r.length)

@@ -308,6 +308,8 @@ def recount(cache: int, row: int) -> None:
             ready = 0  # it would write where others read, or pages in front are missing
         room = min(room, min(e.use_end, ready) * size // g.record - c.overread)
         capacity = min(capacity, ready * size // g.record - c.overread)
+    if r.cut > r.length:  # what a truncation has left is filled before the row grows
+        room, capacity = min(room, r.length), min(capacity, r.length)
     r.room, r.capacity = max(room, 0), max(capacity, 0)
     if r.broken:
         r.room = r.capacity = -1

@@ -3,11 +3,11 @@
 import numpy as np
 
 from ..compiled import entry, inner
-from ..compiled.native import call, static, view
+from ..compiled.native import static, view
 from ..driver.fencing import SLOTS, STREAM
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
-from ..driver.table import DRIVER, SCRATCH, STATUS
+from ..driver.table import DRIVER
 from .growth import queue_row
 from .journal import begin, close, plan_unmap, settle
 from .reclaim import is_idle
@@ -25,11 +25,10 @@ from .rows import (
     use,
     use_tokens,
 )
-from .streams import fence_row, hold_slot, is_captured, let_slots, order_slots, pending_slots, record_slots
+from .streams import fence_row, hold_slot, let_slots, order_slots, pending_slots, record_slots
 from .tables import (
     ASK,
     CACHE,
-    CAPTURED,
     CLASSES,
     DEAD,
     DONE,
@@ -125,7 +124,7 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
     owners[0] += 1
     r.owner, r.expected = owners[0], expected
     r.key = r.owner if c.key_of_sequence else key
-    r.length = r.start = r.broken = 0
+    r.length = r.start = r.broken = r.cut = 0
     r.stream, r.streams = handle, 1 << slot if slot >= 0 else 0
     c.live += 1
     recount(cache, row)
@@ -356,27 +355,6 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
     return DONE
 
 
-@inner
-def fill_tokens(cache: int, row: int, first: int, end: int, ask: int) -> int:
-    """Fills tokens of a row, on its stream, but for pages that others have, too. Returns a status."""
-    c = view(cache, 1, CACHE)[0]
-    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    status = enter(p.driver, ask)
-    if status:
-        return status
-    for part in range(c.ranges):
-        g = view(c.ranges_at, c.ranges, RANGE)[part]
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        start = max(first * g.record, e.shared * p.page_size)
-        nbytes = min(end * g.record, e.ready * p.page_size) - start
-        if nbytes > 0 and status == 0:
-            address = g.address + row * g.row_pages * p.page_size + start
-            status = call(view(p.driver, 1, DRIVER)[0].fill, (address, p.poison, nbytes, r.stream))
-    leave_context(p.driver, ask)
-    view(ask, SCRATCH, np.int64)[STATUS] = status
-    return status
-
-
 @entry
 def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Has a sequence keep tokens `[start, length)` of those that it has, -1 meaning what it was. Pages without tokens
@@ -384,7 +362,7 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0:
         return row
-    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     start, length = r.start if start < 0 else start, r.length if length < 0 else length
     if not r.start <= start <= length <= r.length:
         return NO_TOKEN
@@ -397,13 +375,9 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
         code = fence_row(cache, row, ask)
         if code != DONE:
             return code
-    if length < r.length and (c.key_of_sequence or p.poison):
-        if is_captured(cache, row, ask):
-            return CAPTURED
-        if fill_tokens(cache, row, length, r.length, ask):
-            return FAILED
     if length < r.length:
         note(cache, CUT, row, r.owner, length)
+        r.cut = max(r.cut, r.length) if c.key_of_sequence else 0
     c.tokens -= (r.length - r.start) - (length - start)
     r.start, r.length = start, length
     use_tokens(cache, row, length)

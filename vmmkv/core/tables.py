@@ -63,7 +63,7 @@ CACHE = _record(
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(
     "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
-    "target list next prev is_old older younger queued broken broken_part broken_page"
+    "target cut list next prev is_old older younger queued broken broken_part broken_page"
 )
 EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
 FRAME = _record("handle pages refs held users key place leaving moving uses")
