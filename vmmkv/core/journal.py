@@ -8,7 +8,7 @@ from ..driver.running import step as driver_step
 from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .frames import add_gain, book_map, book_unmap, leave, push_free, settle_frame, stay, take
 from .rows import add_user, charge, frame_at, place, put_frame, recount, track, use_tokens
-from .streams import fence_row, order_stream
+from .streams import fence_stream, order_stream
 from .tables import (
     ASK,
     CACHE,
@@ -327,16 +327,14 @@ def release_source(pool: int) -> None:
 
 
 @inner
-def fence_source(cache: int, source: int, row: int, ask: int) -> None:
+def fence_source(cache: int, source: int, row: int, stream: int, ask: int) -> None:
     """Keeps what lies on a row until copies of it, on another row's stream, have been made: the pages of a parked row,
     and tokens that a sequence might write over."""
-    c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
+    c = view(cache, 1, CACHE)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     if rows[source].owner:
         order_stream(cache, row, rows[source].stream, ask)
-    elif fence_row(cache, row, ask) == DONE:
-        rows[source].slots |= a.slots
-        rows[source].tick = max(rows[source].tick, a.tick)
+    fence_stream(cache, source, stream, ask)
 
 
 @inner
@@ -386,12 +384,11 @@ def finish(pool: int, accepted: int, ask: int) -> int:
         if s.kind == MAP or s.kind == CREATE or s.kind == RELEASE or s.kind == STAGE or s.kind == UNSTAGE:
             settle_frame(pool, s.frame)
         if (s.kind == FILL or s.kind == COPY) and index < p.done and s.row >= 0:
+            fence_stream(s.cache, s.row, s.stream, ask)  # its pages may be surplus while they are written to
             if done:
                 order_stream(s.cache, s.row, view(ask, 1, ASK)[0].current, ask)
-            else:  # its pages may become surplus while they are written to
-                fence_row(s.cache, s.row, ask)
             if s.kind == COPY and p.source_of:
-                fence_source(p.source_of, p.source, s.row, ask)
+                fence_source(p.source_of, p.source, s.row, s.stream, ask)
     for index in range(p.calls, p.steps):
         s = steps[index]
         c = view(s.cache, 1, CACHE)[0]

@@ -108,6 +108,23 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 
 
 @inner
+def fence_stream(cache: int, row: int, stream: int, ask: int) -> int:
+    """Puts the work that was submitted to a stream into a row's fence, also where the row has another sequence by now,
+    or none. Returns a status."""
+    c = view(cache, 1, CACHE)[0]
+    driver = view(c.pool, 1, POOL)[0].driver
+    r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
+    if stream == 0 or enter(driver, ask):
+        return FAILED if stream else DONE
+    slot = hold_slot(driver, stream, 0, ask)
+    code = record_slots(driver, 1 << slot, 0, ask) if slot >= 0 else slot
+    leave(driver, ask)
+    if code == DONE:
+        r.slots, r.tick = r.slots | a.slots, max(r.tick, a.tick)
+    return code
+
+
+@inner
 def order_stream(cache: int, row: int, stream: int, ask: int) -> int:
     """Makes later work on a stream wait for what a row's own stream has. Returns a status."""
     c = view(cache, 1, CACHE)[0]
