@@ -64,7 +64,7 @@ class FaultyDriver:
     calls = CALLS
     functions: tuple[str, ...] = (*CALLS, "deallocate")
     """Those that are put into the table."""
-    methods = "error", "current_stream", "new_stream", "memory_info"
+    methods = "error", "current_stream", "current_handle", "new_stream", "memory_info"
     """Those of the driver that a subclass may replace."""
 
     def __init__(self, inner: Driver) -> None:

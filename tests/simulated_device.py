@@ -97,6 +97,9 @@ class SimulatedDevice(FaultyDriver):
     def current_stream(self) -> Stream:
         return self.current
 
+    def current_handle(self) -> int:
+        return self.current.cuda_stream
+
     def stream_of(self, handle: int) -> Stream:
         """The stream that a call was made for."""
         return next(stream for stream in (self.current, *self.streams) if stream.cuda_stream == handle)

@@ -105,7 +105,7 @@ class Sequence:
         if code == RING:
             cache.pool.ring()
         elif code != DONE:
-            cache.grow(self.cell, 1, tokens, None)
+            cache.grow(self.cell.buffer_info()[0], 1, tokens)
 
     def extend_in_place(self, tokens: int, held: int = -1) -> bool:
         """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
@@ -288,30 +288,37 @@ class Cache:
                 sequence has changed.
             ValueError: a sequence is named twice.
         """
-        batch = list(sequences)
-        tickets = array("q", [each.cell[0] for each in batch])
+        tickets = array("q", [each.cell[0] for each in sequences])
+        at_tickets, count = tickets.buffer_info()
         counts = None if isinstance(tokens, int) else array("q", tokens)
-        if any(each.cache is not self for each in batch) or (counts is not None and len(counts) != len(batch)):
-            raise ArgumentError("got sequences of another cache, or not one number for each")
         begins = None if starts is None else array("q", starts)
-        self.grow(tickets, len(batch), tokens if counts is None else -1, counts, begins)
+        if any(each is not None and len(each) != count for each in (counts, begins)):
+            raise ArgumentError(f"got {count} sequences, and not one number for each")
+        each = tokens if counts is None else -1
+        at_counts = counts.buffer_info()[0] if counts else 0
+        code = NEEDS
+        if starts is None and (counts is None or not count or min(counts) >= 0) and (counts is not None or each >= 0):
+            code = entries.grow(self.address, at_tickets, count, each, at_counts, Ask().address)
+        if code == RING:
+            self.pool.ring()
+        elif code != DONE:
+            self.grow(at_tickets, count, each, counts, begins)
 
     def grow(
-        self, tickets: array[int], count: int, each: int, counts: array[int] | None, starts: array[int] | None = None
+        self, tickets: int, count: int, each: int, counts: array[int] | None = None, starts: array[int] | None = None
     ) -> None:
-        """`extend`, of tickets; `each` is negative where there are counts."""
+        """`extend` for tickets at an address, where pages may have to be mapped; `each` counts without `counts`."""
         if self._dead:
             self.sweep()
-        if (counts is None and each < 0) or (counts is not None and count and min(counts) < 0):
+        if (counts is None and each < 0) or (counts and min(counts) < 0):
             raise ValueError("asked for a negative number of tokens; to drop tokens use truncate")
-        ask, begins = Ask(), starts.buffer_info()[0] if starts is not None else 0
-        arguments = self.address, tickets.buffer_info()[0], count, each, counts.buffer_info()[0] if counts else 0
-        code = NEEDS if starts is not None else entries.grow(*arguments, ask.address)
-        while code in (NEEDS, STALE):
-            code = self.pool.change(ask, entries.plan_growth, *arguments, begins)
-            if code in (PART, BROKEN):
+        ask, begins = Ask(), starts.buffer_info()[0] if starts else 0
+        arguments = self.address, tickets, count, each, counts.buffer_info()[0] if counts else 0, begins
+        code = self.pool.change(ask, entries.plan_growth, *arguments)
+        while code in (PART, BROKEN, STALE):
+            if code != STALE:
                 self._part_before(ask.words[ROW_AT], code)
-                code = NEEDS
+            code = self.pool.change(ask, entries.plan_growth, *arguments)
         if code == RING:
             self.pool.ring()
         elif code < 0:
@@ -510,7 +517,7 @@ class Batch:
         if code == RING:
             self.cache.pool.ring()
         elif code != DONE:
-            self.cache.grow(array("q", self._tickets[: self._count].tolist()), self._count, tokens, None)
+            self.cache.grow(self._at, self._count, tokens)
 
 
 def gone() -> UseAfterFreeError:

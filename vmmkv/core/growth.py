@@ -24,6 +24,7 @@ from .rows import (
     page_of,
     pages_for,
     place,
+    queue_row,
     recount,
     row_of,
     use,
@@ -92,20 +93,6 @@ def set_length(cache: int, row: int, length: int) -> int:
     c.tokens += length - r.length
     r.length = length
     return queue_row(cache, row) if length > r.ahead_at else 0
-
-
-@inner
-def queue_row(cache: int, row: int) -> int:
-    """Has the mapper look at a row. Returns whether it is to be woken."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    p = view(c.pool, 1, POOL)[0]
-    if not r.queued:
-        r.queued = 1
-        view(c.queue_at, c.num_rows, np.int64)[(c.queue_first + c.queue_count) % c.num_rows] = row
-        c.queue_count += 1
-        p.hungry += 1
-    return 1 if p.asleep else 0
 
 
 @inner

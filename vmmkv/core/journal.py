@@ -7,7 +7,7 @@ from ..driver.running import leave as leave_context
 from ..driver.running import step as driver_step
 from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .frames import add_gain, book_map, book_unmap, leave, push_free, settle_frame, stay, take
-from .rows import add_user, charge, frame_at, place, put_frame, recount, track, use_tokens
+from .rows import add_user, charge, frame_at, place, put_frame, queue_row, recount, track, use_tokens
 from .streams import fence_stream, order_stream
 from .tables import (
     ASK,
@@ -26,6 +26,7 @@ from .tables import (
     OUT,
     POOL,
     RANGE,
+    RING,
     ROW,
     STAGE,
     STALE,
@@ -364,7 +365,8 @@ def are_current(pool: int) -> int:
 
 @inner
 def finish(pool: int, accepted: int, ask: int) -> int:
-    """Books a journal as far as it was run, and closes it. Returns `DONE`, `FAILED` or `CHANGED`."""
+    """Books a journal as far as it was run, and closes it. Returns `DONE`, or `RING` where the mapper has work, or
+    `FAILED` or `CHANGED`."""
     p = view(pool, 1, POOL)[0]
     steps, was_run = view(p.steps_at, p.max_steps, STEP), accepted and p.done == p.calls
     done = was_run and are_current(pool)
@@ -398,9 +400,12 @@ def finish(pool: int, accepted: int, ask: int) -> int:
                 c.tokens += s.frame - s.nbytes - max(r.length - r.start, 0)
                 r.length, r.start = s.frame, s.nbytes
                 r.cut = r.cut if r.cut > r.length else 0
+                if r.length > r.ahead_at and not r.busy:
+                    queue_row(s.cache, s.row)
             elif r.length == 0:
                 r.start = 0
-            use_tokens(s.cache, s.row, r.length)
+            if r.busy or not done:
+                use_tokens(s.cache, s.row, r.length)
     for index in range(p.calls):
         s = steps[index]
         if s.kind == MAP and s.other:
@@ -414,10 +419,14 @@ def finish(pool: int, accepted: int, ask: int) -> int:
                 r.busy = 0
                 recount(s.cache, s.row)
                 place(s.cache, s.row)
+                if r.owner and r.length > r.ahead_at:
+                    queue_row(s.cache, s.row)
     if p.source_of:
         release_source(pool)
     p.pending = 0
-    return DONE if done else CHANGED if was_run else FAILED
+    if not done:
+        return CHANGED if was_run else FAILED
+    return RING if p.hungry and p.asleep else DONE
 
 
 @inner
@@ -426,8 +435,8 @@ def plan_length(cache: int, row: int, start: int, length: int) -> None:
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, LENGTH, row, 0, r.length, 0, length)]
-    s.nbytes = start
+    s = view(p.steps_at, p.max_steps, STEP)[emit(c.pool, LENGTH, length, 0, start, 0)]
+    s.cache, s.row, s.page, s.owner = cache, row, r.length, r.owner
 
 
 @entry

@@ -314,3 +314,17 @@ def recount(cache: int, row: int) -> None:
     if r.broken:
         r.room = r.capacity = -1
     r.ahead_at = r.capacity - c.lookahead if c.lookahead and r.capacity < c.max_tokens else c.max_tokens + 1
+
+
+@inner
+def queue_row(cache: int, row: int) -> int:
+    """Has the mapper look at a row. Returns whether it is to be woken."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    p = view(c.pool, 1, POOL)[0]
+    if not r.queued:
+        r.queued = 1
+        view(c.queue_at, c.num_rows, np.int64)[(c.queue_first + c.queue_count) % c.num_rows] = row
+        c.queue_count += 1
+        p.hungry += 1
+    return 1 if p.asleep else 0

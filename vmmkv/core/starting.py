@@ -8,7 +8,6 @@ from ..driver.fencing import SLOTS, STREAM
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
 from ..driver.table import DRIVER
-from .growth import queue_row
 from .journal import begin, close, plan_unmap, settle
 from .reclaim import is_idle
 from .rows import (
@@ -19,6 +18,7 @@ from .rows import (
     page_of,
     pages_for,
     place,
+    queue_row,
     recount,
     row_of,
     unlink_old,

@@ -79,6 +79,9 @@ class HostDriver(Driver):
     def memory_info(self) -> tuple[int, int]:
         return memory()
 
+    def current_handle(self) -> int:
+        return 0
+
     def reserve(self, nbytes: int) -> int:
         check_mappings()
         return super().reserve(nbytes)
