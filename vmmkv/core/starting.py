@@ -253,8 +253,8 @@ def kept(cache: int, row: int, last: int) -> int:
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         size = view(c.pool, 1, POOL)[0].page_size
         record = view(c.ranges_at, c.ranges, RANGE)[part].record
-        tokens = min(tokens, e.ready * size // record if e.first == 0 else 0)
-    return min(tokens, r.left)
+        tokens = min(tokens, e.ready * size // record - c.overread if e.first == 0 else 0)
+    return max(min(tokens, r.left), 0)
 
 
 @entry
