@@ -14,6 +14,7 @@ from ..driver.fence import Fence, wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
+    OutOfRangeError,
     OutOfRowsError,
     SequenceTooLongError,
     UseAfterFreeError,
@@ -101,7 +102,8 @@ class Sequence:
     def extend(self, tokens: int) -> None:
         """Makes room for more tokens: see `Cache.extend`."""
         cache = self.cache
-        code = entries.grow_one(cache.address, self.cell[0], tokens, -1) if tokens >= 0 else NEEDS
+        check_tokens(tokens, cache.max_seq_len)
+        code = entries.grow_one(cache.address, self.cell[0], tokens, -1)
         if code == RING:
             cache.pool.ring()
         elif code != DONE:
@@ -116,11 +118,11 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Drops tokens from one on."""
-        self.cache.keep(self, -1, tokens)
+        self.cache.keep(self, -1, check_tokens(tokens, self.cache.max_seq_len))
 
     def release_before(self, token: int) -> None:
         """Drops tokens in front of one."""
-        self.cache.keep(self, token, -1)
+        self.cache.keep(self, check_tokens(token, self.cache.max_seq_len), -1)
 
     def fork(self) -> Sequence:
         """Starts a sequence with the same tokens."""
@@ -212,8 +214,10 @@ class Cache:
         if self._dead:
             self.sweep()
         sequence = Sequence(self)
-        if max(tokens, expected) > self.max_seq_len:
-            raise too_long(max(tokens, expected), self.max_seq_len)
+        check_tokens(tokens, self.max_seq_len)
+        check_tokens(expected, self.max_seq_len)
+        if row is not None and not 0 <= row < self.max_sequences:
+            raise OutOfRangeError(f"asked for row {row}; there are {self.max_sequences}")
         self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
         if tokens:
             try:
@@ -291,13 +295,15 @@ class Cache:
         tickets = array("q", [each.cell[0] for each in sequences])
         at_tickets, count = tickets.buffer_info()
         counts = None if isinstance(tokens, int) else array("q", tokens)
+        for each in (tokens,) if counts is None else counts:
+            check_tokens(each, self.max_seq_len)
         begins = None if starts is None else array("q", starts)
         if any(each is not None and len(each) != count for each in (counts, begins)):
             raise ArgumentError(f"got {count} sequences, and not one number for each")
         each = tokens if counts is None else -1
         at_counts = counts.buffer_info()[0] if counts else 0
         code = NEEDS
-        if starts is None and (counts is None or not count or min(counts) >= 0) and (counts is not None or each >= 0):
+        if starts is None:
             code = entries.grow(self.address, at_tickets, count, each, at_counts, Ask().address)
         if code == RING:
             self.pool.ring()
@@ -310,8 +316,6 @@ class Cache:
         """`extend` for tickets at an address, where pages may have to be mapped; `each` counts without `counts`."""
         if self._dead:
             self.sweep()
-        if (counts is None and each < 0) or (counts and min(counts) < 0):
-            raise ValueError("asked for a negative number of tokens; to drop tokens use truncate")
         ask, begins = Ask(), starts.buffer_info()[0] if starts else 0
         arguments = self.address, tickets, count, each, counts.buffer_info()[0] if counts else 0, begins
         code = self.pool.change(ask, entries.plan_growth, *arguments)
@@ -396,6 +400,8 @@ class Cache:
             frames: stand for the full frames in front, as guests list them.
         """
         row = source.record_index() if isinstance(source, Sequence) else source
+        if isinstance(source, Sequence) and source.cache is not self:
+            raise ArgumentError("got a sequence of another cache")
         if isinstance(source, Sequence):
             key = int(self.rows["key"][row])
         sequence = self.sequence(key=key, expected=expected, avoid=row)
@@ -513,11 +519,25 @@ class Batch:
 
     def extend(self, tokens: int = 1) -> None:
         """Makes room for as many more tokens in each of them: in all or none. Errors are those of `Cache.extend`."""
+        check_tokens(tokens, self.cache.max_seq_len)
         code = entries.grow(self.cache.address, self._at, self._count, tokens, 0, self._ask.address)
         if code == RING:
             self.cache.pool.ring()
         elif code != DONE:
             self.cache.grow(self._at, self._count, tokens)
+
+
+def check_tokens(tokens: int, most: int) -> int:
+    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
+
+    Raises:
+        ValueError, SequenceTooLongError: it is negative, or more.
+    """
+    if tokens < 0:
+        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+    if tokens > most:
+        raise too_long(tokens, most)
+    return tokens
 
 
 def gone() -> UseAfterFreeError:

@@ -194,12 +194,13 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
         return NEEDS
     if is_near(cache, row, slot, ask):
         return DONE
-    if slot >= 0:
-        d = view(driver, 1, DRIVER)[0]
-        if captured(driver, view(d.streams_at, SLOTS, STREAM)[slot].handle, ask):
-            return NEEDS
-        return FAILED if order_slots(driver, rows[row].slots, rows[row].tick, slot) else DONE
-    return DONE
+    if slot < 0:
+        return DONE
+    d = view(driver, 1, DRIVER)[0]
+    if captured(driver, view(d.streams_at, SLOTS, STREAM)[slot].handle, ask):  # it cannot wait for other streams
+        a.row = rows[c.num_rows + VACANT_ROWS].next
+        return DONE if wanted < 0 and a.row < c.num_rows else NEEDS
+    return FAILED if order_slots(driver, rows[row].slots, rows[row].tick, slot) else DONE
 
 
 @entry
