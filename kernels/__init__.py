@@ -29,13 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .quantized import dequantize, quantize, sequence_scales
-    from .rotary import RotateHalf
-    from .row_append import append
-    from .row_cascade import cascade
+    from .row_append import RotateHalf, append
     from .row_copy import copy_tokens
     from .row_decode import decode
-    from .row_mixed import mixed
-    from .row_prefill import prefill
+    from .row_prefill import cascade, mixed, prefill
 
 __all__ = [
     "RotateHalf",
@@ -51,13 +48,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "RotateHalf": "rotary",
+    "RotateHalf": "row_append",
     "append": "row_append",
-    "cascade": "row_cascade",
+    "cascade": "row_prefill",
     "copy_tokens": "row_copy",
     "decode": "row_decode",
     "dequantize": "quantized",
-    "mixed": "row_mixed",
+    "mixed": "row_prefill",
     "prefill": "row_prefill",
     "quantize": "quantized",
     "sequence_scales": "quantized",

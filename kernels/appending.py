@@ -1,9 +1,9 @@
-"""The kernels of `append`: one copies tokens as they are, the other rotates them, or quantizes them, or both.
+"""The kernels of `append`: one copies tokens as they are, the other rotates or quantizes them, or both.
 
-Tokens that are copied as they are share a block of threads, as many as still leave work for every multiprocessor: half
-of its threads move K and half V, and one of them looks up where a token goes. Else a block has one token, and another
-block its queries. With a block table only the token's address differs. Where lengths are data on the device, who looks
-at that of a sequence with one new token counts it as well.
+Tokens that are copied share a block of threads: half of its threads move K and half V, and each of the first looks up
+where a token goes. Otherwise a block has one token, and another block its queries. With a block table only the token's
+address differs. Where lengths are data on the device, the thread that reads the length of a sequence with one new token
+also advances it. Rotations are computed in fp32 and rounded once, to what is stored.
 """
 
 from __future__ import annotations
@@ -13,13 +13,81 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, make_addressing
-from .memory import load_counter, load_i32, store_4, trap
-from .ptx import inlined, int64
-from .quantizing import make_quantize_heads
-from .ragged import sequence_of
-from .rotary import Rotation, make_rotate
-from .vectors import THREADS, make_move_tokens, most_tokens, move_heads
+from .arguments import Row, Tokens, make_addressing, sequence_of
+from .compiler import float32, inlined, int64
+from .memory import load_16_cached, load_16_written, load_counter, load_i32, make_turn, store_4, store_16, trap
+from .quantized import make_quantize_heads
+from .row_copy import THREADS, make_move_tokens, most_tokens, move_heads
+
+
+class Rotation(NamedTuple):
+    """The addresses of a `RotateHalf`, and bytes from one token, and head, to the next."""
+
+    query: int
+    rotated: int
+    cos: int
+    sin: int
+    query_token: int
+    query_head: int
+    rotated_token: int
+    rotated_head: int
+    cos_token: int
+    sin_token: int
+
+
+def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors: int) -> Any:
+    """A function for kernels that rotates one token's heads.
+
+    Args:
+        head_vectors, half_vectors: 16-byte vectors of a head, and of half of what is rotated of it.
+    """
+    turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
+
+    @inlined
+    def rotate_vectors(source: int, target: int, cos: int, sin: int) -> None:
+        """Rotates a vector of the first half with its counterpart in the second."""
+        x0, x1, x2, x3 = load_16_written(source)
+        y0, y1, y2, y3 = load_16_written(source + half)
+        c0, c1, c2, c3 = load_16_cached(cos)
+        d0, d1, d2, d3 = load_16_cached(cos + half)
+        s0, s1, s2, s3 = load_16_cached(sin)
+        t0, t1, t2, t3 = load_16_cached(sin + half)
+        plus, minus = float32(1), float32(-1)
+        store_16(
+            target,
+            turn(x0, y0, c0, s0, minus),
+            turn(x1, y1, c1, s1, minus),
+            turn(x2, y2, c2, s2, minus),
+            turn(x3, y3, c3, s3, minus),
+        )
+        store_16(
+            target + half,
+            turn(y0, x0, d0, t0, plus),
+            turn(y1, x1, d1, t1, plus),
+            turn(y2, x2, d2, t2, plus),
+            turn(y3, x3, d3, t3, plus),
+        )
+
+    @inlined
+    def rotate_heads(source: int, target: int, source_head: int, target_head: int, cos: int, sin: int) -> None:
+        """Rotates one token's heads from address `source` to address `target`, which may be the same.
+
+        Args:
+            source_head, target_head: bytes from one head to the next.
+            cos, sin: addresses of the token's.
+        """
+        vector = cuda.threadIdx.x
+        while vector < heads * half_vectors:
+            head = vector // half_vectors
+            inside = (vector - head * half_vectors) * 16
+            first, second = source + head * source_head + inside, target + head * target_head + inside
+            rotate_vectors(first, second, cos + inside, sin + inside)
+            vector += THREADS
+        if passed_vectors:
+            passed = heads * passed_vectors
+            move_heads(source + 2 * half, target + 2 * half, source_head, target_head, passed, passed_vectors)
+
+    return rotate_heads
 
 
 class Turning(NamedTuple):
@@ -27,29 +95,22 @@ class Turning(NamedTuple):
 
     dtype: torch.dtype
     query_heads: int
-    half_vectors: int
-    """16 bytes each, of half of what is rotated of a head: of what is new, not of the cache."""
+    half_vectors: int  # 16 bytes each, of half of what is rotated of a head: of what is new, not of the cache
 
 
 class AppendVariant(NamedTuple):
     """What a kernel is compiled for. Vectors are 16 bytes of the cache."""
 
-    k_vectors: int
-    """Of a token."""
+    k_vectors: int  # of a token
     k_head_vectors: int
     v_vectors: int
     v_head_vectors: int
-    ragged: bool
-    """New tokens are where `cu_seqlens` says; else each sequence has one."""
-    block_size: int
-    """Tokens of a block in the block table; 0: there is none."""
-    limited: bool
-    """It stops at a limit, and starts are lengths: unless it is ragged, it advances them."""
+    ragged: bool  # new tokens are where `cu_seqlens` says; else each sequence has one
+    block_size: int  # tokens of a block in the block table; 0: there is none
+    limited: bool  # it stops at a limit, and starts are lengths: unless it is ragged, it advances them
     rotation: Turning | None = None
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None
-    """Of what is new and of the cache, where it quantizes."""
-    given: bool = False
-    """It quantizes with scales that are given, of whole sequences."""
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of what is new and of the cache, where it quantizes
+    given: bool = False  # it quantizes with scales that are given, of whole sequences
 
     @property
     def heads(self) -> int:
@@ -107,10 +168,8 @@ class Place(NamedTuple):
     """Where a new token goes."""
 
     sequence: int
-    position: int
-    """In its sequence."""
-    home: int
-    """The row's number, or the block's."""
+    position: int  # in its sequence
+    home: int  # the row's number, or the block's
 
 
 @inlined

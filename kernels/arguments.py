@@ -1,13 +1,24 @@
-"""What every attention kernel is told: when it is compiled, and, in structs of numbers, when it is launched."""
+"""What every kernel is told, and how it finds tokens by it.
+
+At compile time a kernel is told its `Variant`, at launch structs of numbers. A token lies in a row, or in a block of a
+block table: `make_addressing` is the one difference between the two.
+
+Lengths are data on the device. `make_ragged` lays the work of all sequences end to end; each block of threads takes an
+equal share of it and finds the sequence that its share begins with. So one launch, or one captured graph, serves all
+lengths, and no block waits for the longest sequence.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-LATENT_DIM, LATENT_V_DIM = 576, 512
-"""Of MLA's latents: numbers of K, of which the first are V as well."""
+from .compiler import inlined
+from .memory import load_i32
+from .warp import count_true, prefix_sum, shuffle_count, sum_of_lanes
+
+LATENT_DIM, LATENT_V_DIM = 576, 512  # of MLA's latents: numbers of K, of which the first are V as well
 
 
 def v_dim_of(head_dim: int) -> int:
@@ -20,19 +31,14 @@ class Variant(NamedTuple):
 
     dtype: torch.dtype
     head_dim: int
-    heads_per_kv: int
-    """Query heads that share a KV head."""
-    q_len: int
-    """Queries of each sequence; 0: they are where `cu_seqlens` says."""
-    block_size: int
-    """Tokens of a block in the block table; 0: there is none."""
+    heads_per_kv: int  # query heads that share a KV head
+    q_len: int  # queries of each sequence; 0: they are where `cu_seqlens` says
+    block_size: int  # tokens of a block in the block table; 0: there is none
     causal: bool
     windowed: bool
     softcapped: bool
-    mixed: bool = False
-    """Prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter."""
-    kv_dtype: torch.dtype | None = None
-    """Of K and V of 8 bits, which have scales; None: theirs is `dtype`."""
+    mixed: bool = False  # prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter
+    kv_dtype: torch.dtype | None = None  # of K and V of 8 bits, which have scales; None: theirs is `dtype`
     cascaded: bool = False
     """Groups of sequences share their first tokens: prefill's kernel reads these, decode's the rest."""
 
@@ -52,10 +58,8 @@ class Addresses(NamedTuple):
     sinks: int
     k_scales: int
     v_scales: int
-    partials: int
-    """Room in which blocks of threads leave parts for each other."""
-    counters: int
-    """32-bit counters, which are 0 and are left 0."""
+    partials: int  # room in which blocks of threads leave parts for each other
+    counters: int  # 32-bit counters, which are 0 and are left 0
 
 
 class Sizes(NamedTuple):
@@ -102,17 +106,13 @@ class Groups(NamedTuple):
 
     cu_groups: int
     prefix_lens: int
-    parts: int
-    """The address of the room in which the kernel of the prefixes leaves parts for decode's."""
+    parts: int  # the address of the room in which the kernel of the prefixes leaves parts for decode's
     num_groups: int
     blocks: int
     """Blocks of threads that are to work on a KV head's prefixes, or one more for each of their blocks of queries."""
-    most_parts: int
-    """Of a query's prefix."""
-    queries: int
-    """Of a block of threads."""
-    batch: int
-    """Sequences that there are."""
+    most_parts: int  # of a query's prefix
+    queries: int  # of a block of threads
+    batch: int  # sequences that there are
 
 
 NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0, 0)
@@ -125,3 +125,148 @@ class Maps(NamedTuple):
     v_boxes: bytes
     k_tokens: bytes
     v_tokens: bytes
+
+
+class Row(NamedTuple):
+    """A row of the cache; with a block table, a row of that."""
+
+    number: int
+    table: int  # the address of its part of the block table, if there is one
+
+
+class Tokens(NamedTuple):
+    """K or V, or one head of it, in all rows (or blocks); or the scales of that."""
+
+    address: int  # of the first token of the first row
+    row_stride: int  # bytes from one row, or from one block, to the next
+    token_stride: int
+
+
+@inlined
+def row_of(sequence: int, at: Addresses, strides: Strides) -> Row:
+    """The row of a sequence; without `rows` it has the sequence's number."""
+    number = load_i32(at.rows + sequence * 4) if at.rows != 0 else sequence
+    return Row(number, at.block_table + number * strides.table)
+
+
+@inlined
+def head_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
+    """K and V of one head."""
+    k = Tokens(at.k + kv_head * strides.k_head, strides.k_row, strides.k_token)
+    v = Tokens(at.v + kv_head * strides.v_head, strides.v_row, strides.v_token)
+    return k, v
+
+
+@inlined
+def scales_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
+    """The scales of K and V of one head, where there are any."""
+    k = Tokens(at.k_scales + kv_head * strides.k_scales_head, strides.k_scales_row, strides.k_scales_token)
+    v = Tokens(at.v_scales + kv_head * strides.v_scales_head, strides.v_scales_row, strides.v_scales_token)
+    return k, v
+
+
+@inlined
+def first_token(sequence: int, starts: int) -> int:
+    """The first token of a sequence that may be read; in front of the first one of all there is another row."""
+    return max(load_i32(starts + sequence * 4), 0) if starts != 0 else 0
+
+
+@inlined
+def live_token(token: int, begin: int, end: int) -> int:
+    """The token, or in place of one before `begin` or from `end` on one in between."""
+    return max(min(token, end - 1), begin)
+
+
+def make_first_query(mixed: bool) -> Any:
+    """A function for kernels: where a sequence's first query is, in bytes from that of the batch.
+
+    Args:
+        mixed: `cu_seqlens` says which token of the batch it is.
+    """
+
+    @inlined
+    def first_query(sequence: int, cu_seqlens: int, batch_stride: int, token_stride: int) -> int:
+        return load_i32(cu_seqlens + sequence * 4) * token_stride if mixed else sequence * batch_stride
+
+    return first_query
+
+
+def make_addressing(block_size: int) -> tuple[Any, Any]:
+    """Functions for kernels: `home_of` a token, a row's or a block's number, and the token's address there.
+
+    Args:
+        block_size: tokens of a block in the block table; 0: tokens lie in rows.
+    """
+
+    @inlined
+    def home_of(token: int, row: Row) -> int:
+        return load_i32(row.table + token // block_size * 4) if block_size else row.number
+
+    @inlined
+    def address_of(token: int, home: int, tokens: Tokens) -> int:
+        inside = token % block_size if block_size else token
+        return tokens.address + (home * tokens.row_stride + inside * tokens.token_stride)
+
+    return home_of, address_of
+
+
+@inlined
+def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
+    """The sequence whose tokens include this one: the last that begins at it or before."""
+    sequence = 0
+    end = batch
+    while end - sequence > 1:
+        middle = (sequence + end) // 2
+        if load_i32(cu_seqlens + middle * 4) <= token:
+            sequence = middle
+        else:
+            end = middle
+    return sequence
+
+
+def make_ragged(units_of: Any) -> tuple[Any, Any]:
+    """Functions for kernels: `total` units of a batch, and `locate`, the sequence that a unit belongs to.
+
+    Args:
+        units_of: an inlined device function: the units of a sequence, from its index and one more argument.
+    """
+
+    @inlined
+    def total(batch: int, lengths: Any, lane: int) -> int:
+        """The units of all sequences. The lanes of a warp count together."""
+        units = 0
+        sequence = lane
+        while sequence < batch:
+            units += units_of(sequence, lengths)
+            sequence += 32
+        return sum_of_lanes(units)
+
+    @inlined
+    def locate(unit: int, batch: int, lengths: Any, lane: int) -> tuple[int, int]:
+        """The sequence of a unit (at most the last one), and the units of those before it."""
+        first = 0
+        before = 0
+        units = 0
+        upto = 0
+        searching = True
+        while searching:
+            units = units_of(first + lane, lengths) if first + lane < batch else 0
+            upto = prefix_sum(units, lane)
+            chunk = shuffle_count(upto, 31)
+            searching = before + chunk <= unit and first + 32 < batch
+            if searching:
+                before += chunk
+                first += 32
+        ended = min(count_true(1 if before + upto <= unit else 0), batch - 1 - first)
+        return first + ended, before + shuffle_count(upto - units, ended)
+
+    return total, locate
+
+
+ARGUMENTS = Addresses, Sizes, Strides, Scoring
+"""What every attention kernel takes, behind tensor maps, if it takes these."""
+
+
+def structs_of(variant: Variant) -> tuple[type, ...]:
+    """What a kernel on tensor cores takes, behind tensor maps."""
+    return (*ARGUMENTS, Groups) if variant.cascaded else ARGUMENTS

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from .arguments import LATENT_DIM, LATENT_V_DIM, v_dim_of
-from .ptx import SIMULATED
+from .compiler import SIMULATED
 from .quantized import LARGEST
 
-ALIGNMENT = 16
-"""Bytes that a thread moves at a time; addresses and strides are multiples of it."""
+ALIGNMENT = 16  # bytes that a thread moves at a time; addresses and strides are multiples of it
 
 
 class Geometry(NamedTuple):
@@ -159,8 +158,7 @@ def _check_vectors(name: str, tensor: Geometry) -> None:
         )
 
 
-ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
-"""What there is arithmetic for."""
+ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16  # what there is arithmetic for
 
 
 def check_rotation(k: Geometry, query: Geometry, rotated: Geometry, cos: Geometry, sin: Geometry) -> None:
@@ -189,8 +187,7 @@ def check_rotation(k: Geometry, query: Geometry, rotated: Geometry, cos: Geometr
         _check_vectors(name, tensor)
 
 
-HEAD_DIMS = 64, 80, 96, 128, 192, 256
-"""Widths of heads that attention kernels are made for."""
+HEAD_DIMS = 64, 80, 96, 128, 192, 256  # widths of heads that attention kernels are made for
 
 
 def check_attention(

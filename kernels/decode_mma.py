@@ -5,34 +5,150 @@ Transposed, a step of attention is two products of matrices whose 8 columns are 
     S = K q        [16 tokens x head_dim] [head_dim x 8 queries]
     O = V^T P      [head_dim x 16 tokens] [16 tokens x 8 queries]
 
-The dims are summed in the first product and label the rows of the second, so their order is free: each lane
-takes bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
-P comes out of the first product as the second wants it but for a transposition in registers.
+The dims are summed in the first product and label the rows of the second, so their order is free: each lane takes bytes
+of K and V as they lie. Tokens stream past without shared memory and without waiting for other warps. P comes out of the
+first product as the second wants it, but for a transposition in registers.
 
-Where more than 8 queries share a KV head, a warp multiplies the same registers by several octets: what bounds several
-queries is how often K and V are brought from the second cache, not how often they are multiplied.
-
-For the two products see `decode_products`, for how K and V are loaded `decode_loads`, where queries are kept
-`decode_queries`, for shares of the work `decode_shares`, for what becomes of the sums `decode_parts`.
+Where more than 8 queries share a KV head, a warp multiplies the same registers by several octets: several queries are
+bound by how often K and V are read from the second cache, not by how often they are multiplied.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
-from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import FLOOR, if_within
-from .decode_loads import make_loads, make_place_of, runs_of, vectors_of, words_of
-from .decode_parts import make_clear, make_settle, results_of
-from .decode_products import make_accumulate, make_score, make_weigh
-from .decode_queries import Octet, make_queries, shared_bytes_of
-from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
-from .ptx import float32, inlined, int64, uint32
+from .arguments import (
+    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, make_addressing,
+    make_first_query, row_of, scales_of,
+)  # fmt: skip
+from .compiler import float32, inlined, int64, uint32
+from .decode_parts import Lengths, make_clear, make_settle, make_shares, results_of
+from .decode_products import (
+    UNIT, Piece, Queries, make_accumulate, make_loads, make_place_of, make_score, make_weigh, runs_of, vectors_of,
+    words_of,
+)  # fmt: skip
+from .memory import (
+    FLOOR, HALVES, if_within, load_4, load_8, load_shared_8, maximum, raising, shared_address, store_shared_8,
+)  # fmt: skip
 from .softmax import Visible
-from .warp import shuffle_xor
+from .warp import shuffle, shuffle_xor
+
+
+class Octet(NamedTuple):
+    """Up to 8 queries that share a KV head."""
+
+    kv_head: int
+    column: int  # the first of them among those of the head
+
+
+def make_load_queries(variant: Variant, queries: Queries) -> Any:
+    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
+    head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
+    heads_per_kv, per_head = queries.heads_per_kv, queries.per_head
+    low, high, pack = HALVES[variant.dtype].low, HALVES[variant.dtype].high, HALVES[torch.float16].pack
+    run, _ = runs_of(variant)
+    k_row, place_of = run.words, make_place_of(run)
+    num_words = k_row * vectors
+
+    @inlined
+    def to_f16(words: Any, at: int, lane: int) -> tuple[float, float]:
+        """Brings a lane's query to where f16 has most digits; what takes its own two columns' scores back."""
+        top = float32(0)
+        for i in range(num_words):
+            top = maximum(top, maximum(abs(low(words[at + i])), abs(high(words[at + i]))))
+        top = maximum(top, shuffle_xor(top, 1))
+        top = maximum(top, shuffle_xor(top, 2))
+        raised, lowered = raising(top)
+        for i in range(num_words):
+            words[at + i] = pack(low(words[at + i]) * raised, high(words[at + i]) * raised)
+        column = (lane & 3) * 8
+        return shuffle(lowered, column), shuffle(lowered, column + 4)
+
+    @inlined
+    def load_queries(words: Any, at: int, octet: Octet, q: int, strides: Strides, lane: int) -> tuple[float, float]:
+        """From the address of the sequence's first query, to words from `at` on. What there is none of is 0. What the
+        scores of a lane's columns are to be multiplied by."""
+        number = octet.column + (lane >> 2)
+        query = min(number, per_head - 1)
+        source = (
+            q
+            + query // heads_per_kv * strides.q_token
+            + (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q_head
+        )
+        for w in range(k_row):
+            offset = place_of(w, lane & 3) * vectors
+            inside = number < per_head and offset < head_dim * 2
+            if scaled:
+                two = load_8(source + (offset if inside else 0))
+                words[at + 2 * w] = two[0] if inside else uint32(0)
+                words[at + 2 * w + 1] = two[1] if inside else uint32(0)
+            else:
+                one = load_4(source + (offset if inside else 0))
+                words[at + w] = one if inside else uint32(0)
+        if scaled:
+            return to_f16(words, at, lane)
+        return float32(1), float32(1)
+
+    return load_queries
+
+
+def are_shared(variant: Variant, queries: Queries) -> bool:
+    """Whether a warp's queries are in shared memory; none of those are brought to f16."""
+    return variant.head_dim > 80 and queries.at_once > 2
+
+
+def shared_bytes_of(variant: Variant, queries: Queries) -> int:
+    """Dynamic shared memory: of results, and behind these of queries; 0 where it is static."""
+    if not are_shared(variant, queries):
+        return 0
+    return results_of(queries, variant.head_dim).nbytes + queries.octets * words_of(variant).q * WORD_BYTES
+
+
+WORD_BYTES = 128  # of a word of each lane in shared memory, where pairs of words lie side by side
+
+
+def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
+    """Functions for kernels: take a warp's queries, and a pair of their words, of what that gave."""
+    load_queries = make_load_queries(variant, queries)
+    at_once, sharing, token_warps = queries.at_once, queries.sharing, queries.token_warps
+    num_words = words_of(variant).q
+    behind = results_of(queries, variant.head_dim).nbytes
+
+    @inlined
+    def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, strides: Strides, warp: int, lane: int) -> Any:
+        """From an octet on as many as are worked on at once; `words` and `lifts` are of the lane's registers."""
+        for o in range(at_once):
+            each = Octet(octet.kv_head, octet.column + 8 * o)
+            lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, strides, lane)
+        return words
+
+    @inlined
+    def pair_of(held: Any, word: int) -> tuple[int, int]:
+        return held[word], held[word + 1]
+
+    @inlined
+    def take_to_shared(
+        words: Any, lifts: Any, shared: Any, octet: Octet, q: int, strides: Strides, warp: int, lane: int
+    ) -> int:
+        """Called by all threads of a block: warps that have the same queries share the work."""
+        held = shared_address(shared) + behind + warp % sharing * at_once * num_words * WORD_BYTES + lane * 8
+        for o in range(at_once):
+            lifts[2 * o], lifts[2 * o + 1] = float32(1), float32(1)
+            if o % token_warps == warp // sharing:
+                load_queries(words, 0, Octet(octet.kv_head, octet.column + 8 * o), q, strides, lane)
+                for x in range(num_words // 2):
+                    store_shared_8(held + (o * num_words + 2 * x) * WORD_BYTES, words[2 * x], words[2 * x + 1])
+        cuda.syncthreads()
+        return held
+
+    @inlined
+    def pair_of_shared(held: int, word: int) -> tuple[int, int]:
+        return load_shared_8(held + word * WORD_BYTES)
+
+    return (take_to_shared, pair_of_shared) if are_shared(variant, queries) else (take, pair_of)
 
 
 def registers_for(variant: Variant) -> tuple[int, ...]:
@@ -54,7 +170,7 @@ def queries_of(variant: Variant, kv_heads: int) -> Queries:
     return queries.in_teams(kv_heads)
 
 
-def blocks_per_sm(variant: Variant, queries: Queries) -> int:
+def blocks_that_fit(variant: Variant, queries: Queries) -> int:
     """As many as there are registers for."""
     return registers_for(variant)[queries.at_once - 1]
 

@@ -1,7 +1,12 @@
-"""How the results of decode's warps, and then of its blocks of threads, come together.
+"""Equal shares of a decode step, and how their results come together.
 
-Warps leave theirs in shared memory. A block that worked on all of a bundle adds them up to the output; else to a *part*
-of the bundle, which it leaves in memory, and the last block to do so adds up the parts.
+A block of threads works on a bundle of octets at a time. The work of a sequence is laid out bundle by bundle in units
+of 16 tokens, and that of all sequences end to end: a share begins and ends anywhere, and consists of pieces, each of
+one sequence and one bundle. Neighbouring heads of a token lie side by side, so blocks form teams: a share is a team's,
+and its blocks work on the same tokens at about the same time, each on a bundle of its own.
+
+Warps leave their results in shared memory. A block that worked on all tokens of a bundle adds them up to the output.
+Otherwise it leaves a part in memory, and the last block to do so adds up the bundle's parts.
 """
 
 from __future__ import annotations
@@ -12,30 +17,136 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import make_first_query
-from .arguments import Addresses, Groups, Sizes, Strides
-from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
-from .decode_shares import THREADS, Piece, Queries, Share
-from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, store_8, store_f32, store_f32x4
-from .prefixes import PrefixParts, make_parts_of_query, make_tokens_of_part
-from .ptx import float32, inlined, int64
-from .ragged import sequence_of
+from .arguments import Addresses, Groups, Sizes, Strides, first_token, make_first_query, make_ragged, sequence_of
+from .compiler import float32, inlined, int64
+from .decode_products import THREADS, UNIT, Piece, Queries
+from .memory import (
+    FLOOR, HALVES, LOG2E, divide, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, maximum,
+    reciprocal, store_8, store_f32, store_f32x4,
+)  # fmt: skip
+from .prompts import PrefixParts, make_parts_of_query, make_prefix_of, make_tokens_of_part
+
+LEAST_SHARE = 8  # units of a share at least, so that short sequences are not cut to crumbs
+
+
+class Lengths(NamedTuple):
+    """What the amount of work follows from."""
+
+    cu_seqlens: int
+    seq_lens: int
+    starts: int
+    window: int
+    rounds: int  # bundles of a sequence that a block of a team works on, one after the other
+    groups: Groups
+
+
+class Share(NamedTuple):
+    """The units of a team of blocks."""
+
+    number: int
+    member: int  # this block's number in its team
+    size: int  # units of every share, but for the last
+    begin: int
+    end: int
+    sequence: int  # the one it begins with
+    before: int  # units of those before
+
+
+def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any, Any]:
+    """Functions for kernels: this block's share, the piece that a unit begins, the sequence after one, and whether one
+    is empty."""
+    q_len, mixed, team = queries.q_len, queries.mixed, queries.team
+    prefix_of = make_prefix_of(q_len)
+
+    @inlined
+    def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
+        """The first token that a sequence's queries see, and its length."""
+        length = load_i32(lengths.seq_lens + sequence * 4)
+        first = first_token(sequence, lengths.starts)
+        if windowed:
+            first = max(first, length - q_len + 1 - lengths.window)
+        if cascaded:
+            first = prefix_of(sequence, length, lengths.seq_lens, lengths.groups)
+        return min(first, length), length
+
+    @inlined
+    def takes_part(sequence: int, lengths: Lengths) -> bool:
+        """Whether it has as many queries as the kernel is for."""
+        if mixed:
+            begin = load_i32(lengths.cu_seqlens + sequence * 4)
+            return load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin == q_len
+        return True
+
+    @inlined
+    def units_of(sequence: int, lengths: Lengths) -> int:
+        """One that sees none of its tokens has a unit as well: somebody must write its output."""
+        if not takes_part(sequence, lengths):
+            return 0
+        first, length = span(sequence, lengths)
+        if length <= 0:
+            return 0
+        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
+
+    @inlined
+    def is_empty(sequence: int, lengths: Lengths) -> bool:
+        """Whether it takes part without a token."""
+        return load_i32(lengths.seq_lens + sequence * 4) <= 0 and takes_part(sequence, lengths)
+
+    total, locate = make_ragged(units_of)
+
+    @inlined
+    def share_of_block(batch: int, lengths: Lengths, lane: int) -> Share:
+        """The lanes of a warp look together."""
+        units, teams = total(batch, lengths, lane), cuda.gridDim.x // team
+        size = max(divide(units + teams - 1, teams), LEAST_SHARE)
+        number = cuda.blockIdx.x // team
+        begin = number * size
+        sequence, before = locate(begin, batch, lengths, lane)
+        return Share(number, cuda.blockIdx.x % team, size, begin, min(begin + size, units), sequence, before)
+
+    @inlined
+    def piece_at(unit: int, share: Share, sequence: int, before: int, lengths: Lengths) -> Piece:
+        """From a unit of a share on; `before` are the units of the sequences before."""
+        first, length = span(sequence, lengths)
+        bundle_units = divide(units_of(sequence, lengths), lengths.rounds)
+        turn = divide(unit - before, bundle_units)
+        begin = before + turn * bundle_units
+        piece_end = min(begin + bundle_units, share.end)
+        origin = (first // UNIT - begin) * UNIT  # where unit 0 would lie
+        return Piece(
+            sequence=sequence,
+            first=first,
+            last=length - 1,
+            round=turn,
+            bundle=turn * team + share.member,
+            bundle_begin=begin,
+            bundle_end=begin + bundle_units,
+            begin=unit,
+            end=piece_end,
+            token=origin + unit * UNIT,
+            token_end=min(origin + piece_end * UNIT, length) if first < length else 0,
+        )
+
+    @inlined
+    def sequence_after(sequence: int, share: Share, unit: int, lengths: Lengths) -> int:
+        """The next sequence of a share, whose first unit this is."""
+        sequence += 1
+        while unit < share.end and units_of(sequence, lengths) == 0:
+            sequence += 1
+        return sequence
+
+    return share_of_block, piece_at, sequence_after, is_empty
 
 
 class Results(NamedTuple):
     """Where the warps' results are in shared memory, in floats: one for each warp with tokens of its own, and query."""
 
-    sums: int
-    """Of V, for each dim."""
-    stride: int
-    """From one query's to the next's: not all of them begin in the same bank."""
+    sums: int  # of V, for each dim
+    stride: int  # from one query's to the next's: not all of them begin in the same bank
     maxima: int
-    weights: int
-    """Their sums."""
-    arrived: int
-    """How many parts there were before this block's: one float."""
-    floats: int
-    """In all."""
+    weights: int  # their sums
+    arrived: int  # how many parts there were before this block's: one float
+    floats: int  # in all
 
     @property
     def nbytes(self) -> int:

@@ -1,28 +1,156 @@
-"""What decode's warps compute of 16 tokens on tensor cores: two products, and the softmax between them.
+"""What a warp of decode does with 16 tokens: load K and V into registers, two products, and the softmax between them.
 
-K and V of 8 bits become f16 on the way from register to product, without loss, and so without their scales: a scale of
-K multiplies its token's scores, and one of V its token's weights. What they are multiplied with has to be f16 as well,
-so it is brought to where f16 has most digits: each query by a power of two, which its scores give back; weights by what
-they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
-2**-40, so that the sum of the weights without their scales stays finite, and that of zeros counts beside great V.)
+A few lanes load a token's bytes as they lie: 16 bytes each as long as there are so many for all of them, then 8, then
+4.
+
+8-bit K and V become f16 between register and product, without loss and without their scales: a scale of K multiplies
+its token's scores, a scale of V its token's weights. Queries and weights must be f16 then as well, and are scaled to
+where f16 has most digits: each query by a power of two, which its scores give back; weights are relative to the largest
+product of weight and scale. (Scales count as at least 2**-40 there: so the sum of weights without scales stays finite,
+and zeros count beside large V.)
 """
 
 from __future__ import annotations
 
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Variant
-from .arithmetic import HALVES, exp2, fma, log2, maximum, pick_bytes, reciprocal, tanh
-from .decode_loads import runs_of, vectors_of, words_of
-from .eight_bits import EIGHT_BITS
-from .ptx import float32, inlined
+from .arguments import Tokens, Variant, make_addressing
+from .compiler import float32, inlined
+from .memory import (
+    HALVES, clamp, exp2, fma, load_4_once, load_8_once, load_16_once, load_f32, log2, maximum, pick_bytes, reciprocal,
+    tanh,
+)  # fmt: skip
+from .quantized import EIGHT_BITS
 from .warp import any_lane, shuffle_xor, transpose
 from .warp import multiply as multiplications
 
-HEADROOM = 15
-"""Weights with scales are up to this power of two: so f16 has the small ones as well."""
+
+class Run(NamedTuple):
+    """What some lanes load of a token: each so many times 16 bytes, then 8 and 4 or not."""
+
+    lanes: int
+    nbytes: int  # in all. Where the last 4 bytes of some lanes are behind that, they load others in place of them.
+    whole: int
+    eight: bool
+    four: bool
+
+    @property
+    def words(self) -> int:
+        """Of a lane."""
+        return 4 * self.whole + 2 * self.eight + self.four
+
+
+def run_of(lanes: int, nbytes: int) -> Run:
+    """The run of so many bytes."""
+    whole, rest = divmod(nbytes, 16 * lanes)
+    return Run(lanes, nbytes, whole, rest >= 8 * lanes, rest % (8 * lanes) > 0)
+
+
+def runs_of(variant: Variant) -> tuple[Run, Run]:
+    """Of K, which 4 lanes load, and of V, which 8 load."""
+    nbytes = variant.head_dim * (1 if variant.kv_dtype else 2)
+    return run_of(4, nbytes), run_of(8, nbytes)
+
+
+def vectors_of(variant: Variant) -> int:
+    """What becomes of 16 bytes of K or V: vectors of 16-bit numbers."""
+    return 2 if variant.kv_dtype else 1
+
+
+class Words(NamedTuple):
+    """What a lane has in registers."""
+
+    k: int
+    v: int  # of 16 tokens
+    q: int
+    sums: int  # of an octet
+
+
+def words_of(variant: Variant) -> Words:
+    """Of K a lane has two tokens, and of V four."""
+    (k, v), vectors = runs_of(variant), vectors_of(variant)
+    return Words(2 * k.words, 4 * v.words, k.words * vectors, 4 * v.words * vectors)
+
+
+def make_place_of(run: Run) -> Any:
+    """A function for kernels: where a lane's word lies in a run, in bytes."""
+    lanes, _, whole, eight, _ = run
+    behind_16 = lanes * whole * 16
+    behind_8 = behind_16 + lanes * 8 * eight
+
+    @inlined
+    def place_of(word: int, part: int) -> int:
+        if word < 4 * whole:
+            return (word // 4 * lanes + part) * 16 + word % 4 * 4
+        if eight and word < 4 * whole + 2:
+            return behind_16 + part * 8 + (word - 4 * whole) * 4
+        return behind_8 + part * 4
+
+    return place_of
+
+
+def make_load_run(run: Run, load_16: Any) -> Any:
+    """A function for kernels that loads a lane's words."""
+    _, nbytes, whole, eight, four = run
+    place_of = make_place_of(run)
+    first_of_8, last = 4 * whole, run.words - 1
+
+    @inlined
+    def load_run(words: Any, at: int, source: int, part: int) -> None:
+        """To words from `at` on."""
+        for c in range(whole):
+            vector = load_16(source + place_of(4 * c, part))
+            for i in range(4):
+                words[at + 4 * c + i] = vector[i]
+        if eight:
+            pair = load_8_once(source + place_of(first_of_8, part))
+            for i in range(2):
+                words[at + first_of_8 + i] = pair[i]
+        if four:
+            place = place_of(last, part)
+            words[at + last] = load_4_once(source + (place if place < nbytes else 0))
+
+    return load_run
+
+
+def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
+    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; those outside of the live ones
+    repeat one."""
+    _, address_of = make_addressing(variant.block_size)
+    k_run, v_run = runs_of(variant)
+    k_words, v_words = k_run.words, v_run.words
+    # As many bytes as divide a row come with it, and 64 at least: there is no less.
+    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]
+    load_k_run, load_v_run = make_load_run(k_run, load_16), make_load_run(v_run, load_16)
+
+    @inlined
+    def load_k(words: Any, k: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
+        """The rows `lane // 4` and the 8th after that."""
+        for r in range(2):
+            position = clamp(token + r * 8 + (lane >> 2), piece.first, piece.last)
+            load_k_run(words, r * k_words, address_of(position, home, k), lane & 3)
+
+    @inlined
+    def load_v(words: Any, v: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
+        """The tokens that are a lane's columns in the product."""
+        for r in range(4):
+            position = clamp(token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8, piece.first, piece.last)
+            load_v_run(words, r * v_words, address_of(position, home, v), lane >> 2)
+
+    @inlined
+    def load_scales(scales: Tokens, token: int, home: int, piece: Piece, lane: int) -> tuple[float, float]:
+        """Of the tokens whose scores a lane has: `lane // 4` and the 8th after that."""
+        first = clamp(token + (lane >> 2), piece.first, piece.last)
+        second = clamp(token + (lane >> 2) + 8, piece.first, piece.last)
+        return load_f32(address_of(first, home, scales)), load_f32(address_of(second, home, scales))
+
+    return load_k, load_v, load_scales
+
+
+HEADROOM = 15  # weights with scales are up to this power of two: so f16 has the small ones as well
 
 LEAST_SCALE = 2.0**-40
 """Of V, in what weights are relative to. Were it smaller, there would be no factor to bring zeros to great V."""
@@ -174,3 +302,88 @@ def make_weigh(variant: Variant) -> Any:
         return transpose(pack(p0, p1)), transpose(pack(p2, p3))
 
     return weigh
+
+
+WARPS = 4  # of a block
+THREADS = 32 * WARPS
+UNIT = 16  # tokens of a unit of work
+MOST_IN_TEAM = 8  # blocks. With more, what is left over of the multiprocessors, and idle, would be more.
+
+
+class Queries(NamedTuple):
+    """The queries of a sequence: those that share a KV head, of `heads_per_kv` heads and `q_len` tokens, in octets."""
+
+    heads_per_kv: int  # query heads that share a KV head
+    q_len: int
+    mixed: bool = False  # they are where `cu_seqlens` says; sequences with more or fewer are left out
+    most_at_once: int = 1  # octets that a warp has registers for
+    heads: int = 1  # neighbouring KV heads that a block works on; there is a multiple of so many
+    team: int = 1  # blocks that work on the same tokens, each on other bundles; there is a multiple of so many of these
+
+    @property
+    def per_head(self) -> int:
+        """Queries of a KV head."""
+        return self.heads_per_kv * self.q_len
+
+    @property
+    def octets_per_head(self) -> int:
+        """Behind the last query others are made up, so that warps have as many octets each."""
+        octets = -(-self.per_head // 8)
+        return -(-octets // self.at_once) * self.at_once
+
+    @property
+    def per_octet(self) -> int:
+        return min(8, self.per_head)
+
+    @property
+    def at_once(self) -> int:
+        """Octets of a head that a warp works on: it loads K and V once for all of them."""
+        return min(self.most_at_once, -(-self.per_head // 8))
+
+    @property
+    def sharing(self) -> int:
+        """Warps that work on the same tokens of a bundle, each on other octets of it."""
+        return gcd(WARPS, self.octets_per_head // self.at_once * self.heads)
+
+    @property
+    def octets(self) -> int:
+        """Of a bundle."""
+        return self.sharing * self.at_once
+
+    @property
+    def per_bundle(self) -> int:
+        return self.octets * self.per_octet
+
+    @property
+    def token_warps(self) -> int:
+        """Warps of a block that work on the same octets, and on different tokens."""
+        return WARPS // self.sharing
+
+    def bundles(self, kv_heads: int) -> int:
+        """Of a sequence."""
+        return kv_heads * self.octets_per_head // self.octets
+
+    def in_teams(self, kv_heads: int) -> Queries:
+        """The same, worked on in the largest teams that there can be."""
+        bundles = self.bundles(kv_heads)
+        return self._replace(team=max(size for size in range(1, MOST_IN_TEAM + 1) if bundles % size == 0))
+
+    def grid(self, blocks: int) -> int:
+        """Of so many blocks those that are in whole teams; at least one team."""
+        return max(blocks // self.team, 1) * self.team
+
+
+class Piece(NamedTuple):
+    """What a share has of one sequence and bundle. Units are counted over the whole batch."""
+
+    sequence: int
+    first: int  # the sequence's first token that its queries see
+    last: int  # its last token
+    round: int  # of the sequence's
+    bundle: int  # the bundle's number in its sequence
+    bundle_begin: int  # the bundle's first unit, and the one that it ends before
+    bundle_end: int
+    begin: int  # the piece's first unit, and the one that it ends before
+    end: int
+    token: int  # the piece's first token, and the one that it ends before
+    token_end: int

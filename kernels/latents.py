@@ -1,29 +1,33 @@
-"""Attention over MLA's latents: which queries and tokens a block of threads has, and how they come to shared memory.
+"""Latents: which queries and tokens a block of threads has, how they come to shared memory, what becomes of sums.
 
-There is one KV head, of 576 numbers, whose first 512 are V as well (DeepSeek-V2, arXiv 2405.04434, with the projections
-of K and V absorbed in those of queries and outputs). So a sequence's queries are its tokens' heads, one token's behind
-the other's: all of them read the same. A block of threads has 16, 32 or 64, and brings tiles of keys to shared memory,
-once for both products, which `latent_mma` and `latent_wgmma` make.
+There is one KV head of 576 numbers, whose first 512 are V as well (DeepSeek-V2, arXiv 2405.04434, with the projections
+of K and V absorbed in those of queries and outputs). A sequence's queries are the heads of its tokens, one token's
+behind the other's: all of them read the same. A block of threads has 16, 32 or 64, and brings each tile of keys to
+shared memory once for both products, which `latent_products` makes. Partial results are those of `decode_parts`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .addressing import Row, Tokens, make_addressing
-from .arguments import LATENT_DIM, LATENT_V_DIM, Strides, Variant
-from .arithmetic import clamp
-from .decode_shares import Queries
-from .ptx import inlined
-from .shared import copy_16
-from .softmax import Visible
+from numba import cuda
+
+from .arguments import (
+    LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, make_addressing, make_first_query,
+)  # fmt: skip
+from .compiler import float32, inlined, int64
+from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
+from .decode_products import Piece, Queries
+from .memory import (
+    FLOOR, HALVES, LOG2E, clamp, copy_16, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_shared_f32,
+    maximum, reciprocal, store_4, store_f32x2, store_shared_f32,
+)  # fmt: skip
+from .softmax import Softmax, Visible, sum_weights
 
 WARPS = 8
 THREADS = 32 * WARPS
-TOGETHER = THREADS // 8
-"""Queries, or keys, that a block's threads copy at a time, eight of them each."""
-PREFILL_QUERIES = 64
-"""Of a block of threads."""
+TOGETHER = THREADS // 8  # queries, or keys, that a block's threads copy at a time, eight of them each
+PREFILL_QUERIES = 64  # of a block of threads
 
 
 class Bundles(Queries):
@@ -43,7 +47,7 @@ def bundles_of(variant: Variant) -> Queries:
     return Bundles(variant.heads_per_kv, variant.q_len, variant.mixed).in_teams(1)
 
 
-def queries_of(variant: Variant) -> int:
+def latent_queries(variant: Variant) -> int:
     """Queries of a block of threads."""
     return bundles_of(variant).per_bundle if variant.q_len else PREFILL_QUERIES
 
@@ -61,32 +65,23 @@ def sums_of(queries: int) -> int:
 class Job(NamedTuple):
     """Queries of a sequence that a block of threads works on, and the tokens that they see."""
 
-    q: int
-    """The address of the sequence's first."""
-    num_queries: int
-    """The sequence's."""
-    query: int
-    """The block's first among them; behind the last there is it again."""
+    q: int  # the address of the sequence's first
+    num_queries: int  # the sequence's
+    query: int  # the block's first among them; behind the last there is it again
     k: Tokens
     row: Row
-    key: int
-    """Where the first tile begins."""
-    begin: int
-    """The first token that is there."""
+    key: int  # where the first tile begins
+    begin: int  # the first token that is there
     end: int
 
 
 class Part(NamedTuple):
     """What a warp has of the work of a block of threads."""
 
-    strip: int
-    """Its 16 queries."""
-    half: int
-    """Of a tile's keys; on Hopper of K's numbers."""
-    numbers: int
-    """Which part of K's; on Hopper 0."""
-    dims: int
-    """The first of V that it has."""
+    strip: int  # its 16 queries
+    half: int  # of a tile's keys; on Hopper of K's numbers
+    numbers: int  # which part of K's; on Hopper 0
+    dims: int  # the first of V that it has
 
 
 def make_part_of(queries: int) -> Any:
@@ -164,3 +159,150 @@ def make_visible_of(variant: Variant) -> Any:
         return Visible(low0, high0, low1, high1)
 
     return visible_of
+
+
+MERGED = THREADS * 4 // LATENT_V_DIM
+"""Queries whose parts a block's threads add up at a time, a thread four dims of one."""
+
+
+def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
+    """Functions for kernels: put a warp's outputs; put its sums to a part, in fp32."""
+    heads_per_kv, pack = variant.heads_per_kv, HALVES[variant.dtype].pack
+    num_sums, sums_bytes = sums_of(queries), queries * LATENT_V_DIM * 4
+
+    @inlined
+    def put_output(
+        sums: Any, offset: int, m: float, weights: float, number: int, count: int, to: int, part: Part,
+        at: Addresses, strides: Strides, outer: float, lane: int,
+    ) -> None:  # fmt: skip
+        """Of one query; `offset` is 0 for a lane's first, 2 for its second."""
+        if number < count:
+            head = number % heads_per_kv
+            if at.sinks != 0:
+                weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * outer)
+            scale = float32(0) if weights == float32(0) else reciprocal(weights)
+            to += number // heads_per_kv * strides.out_token + head * strides.out_head + part.dims * 2 + (lane & 3) * 4
+            for j in range(num_sums // 4):
+                store_4(to + j * 16, pack(sums[4 * j + offset] * scale, sums[4 * j + offset + 1] * scale))
+
+    @inlined
+    def put_outputs(
+        sums: Any, softmax: Softmax, number: int, count: int, to: int, part: Part, at: Addresses, strides: Strides,
+        outer: float, lane: int,
+    ) -> None:  # fmt: skip
+        """Of the queries of this number and 8 further on, of `count` whose outputs begin at the address `to`."""
+        l0, l1 = sum_weights(softmax)
+        put_output(sums, 0, softmax.m0, l0, number, count, to, part, at, strides, outer, lane)
+        put_output(sums, 2, softmax.m1, l1, number + 8, count, to, part, at, strides, outer, lane)
+
+    @inlined
+    def put_sums(sums: Any, softmax: Softmax, line: int, to: int, part: Part, lane: int) -> None:
+        l0, l1 = sum_weights(softmax)
+        for j in range(num_sums // 4):
+            at = to + line * (LATENT_V_DIM * 4) + (part.dims + 8 * j + 2 * (lane & 3)) * 4
+            store_f32x2(at, sums[4 * j], sums[4 * j + 1])
+            store_f32x2(at + 8 * LATENT_V_DIM * 4, sums[4 * j + 2], sums[4 * j + 3])
+        if part.dims == 0 and lane & 3 == 0:
+            store_f32x2(to + sums_bytes + line * 8, softmax.m0, l0)
+            store_f32x2(to + sums_bytes + (line + 8) * 8, softmax.m1, l1)
+
+    return put_outputs, put_sums
+
+
+def make_add_parts(bundles: Queries) -> Any:
+    """A function for kernels that adds up parts of four queries: of each four dims. Those of four parts come together,
+    since a block has many queries, wide ones, and is the only one that adds them up."""
+    quarter, nbytes = LATENT_V_DIM // 4, part_bytes(bundles, LATENT_V_DIM)
+    share_bytes, sums_bytes = 2 * bundles.team * nbytes, bundles.per_bundle * LATENT_V_DIM * 4
+
+    @inlined
+    def add_parts(totals: Any, parts: Parts, line: int, quad: int, outer: float) -> None:
+        """Of lines `MERGED` apart; `totals` are sums, and a maximum and a sum of weights behind, of each."""
+        m = cuda.local.array(16, float32)
+        weights = cuda.local.array(16, float32)
+        o = cuda.local.array(64, float32)
+        for i in range(4):
+            for j in range(4):
+                totals[6 * i + j] = float32(0)
+            totals[6 * i + 4] = float32(FLOOR)
+            totals[6 * i + 5] = float32(0)
+        index = 0
+        while index < parts.num_parts:
+            for p in range(4):
+                number = min(index + p, parts.num_parts - 1)
+                at = parts.second + (number - 1) * share_bytes if number > 0 else parts.first
+                for i in range(4):
+                    state = at + sums_bytes + (line + i * MERGED) * 8
+                    m[4 * p + i] = load_fresh_f32(state)
+                    weights[4 * p + i] = load_fresh_f32(state + 4)
+                    loaded = load_fresh_f32x4(at + ((line + i * MERGED) * quarter + quad) * 16)
+                    for j in range(4):
+                        o[(4 * p + i) * 4 + j] = loaded[j]
+            for i in range(4):
+                higher = totals[6 * i + 4]
+                for p in range(4):
+                    higher = maximum(higher, m[4 * p + i])
+                old = exp2((totals[6 * i + 4] - higher) * outer)
+                totals[6 * i + 4] = higher
+                totals[6 * i + 5] *= old
+                for j in range(4):
+                    totals[6 * i + j] *= old
+                for p in range(4):
+                    weight = exp2((m[4 * p + i] - higher) * outer) if index + p < parts.num_parts else float32(0)
+                    totals[6 * i + 5] += weight * weights[4 * p + i]
+                    for j in range(4):
+                        totals[6 * i + j] += weight * o[(4 * p + i) * 4 + j]
+            index += 4
+
+    return add_parts
+
+
+def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
+    """A function for kernels that makes an output of a block's sums, or a part; of the last part of a bundle, which
+    then has them all, both."""
+    quarter, queries = LATENT_V_DIM // 4, bundles.per_bundle
+    count, num_bundles = bundles.per_head, bundles.bundles(1)
+    first_query = make_first_query(bundles.mixed)
+    put_outputs, put_sums = make_put(variant, queries)
+    part_of, parts_of, _, _ = make_parts(bundles, LATENT_V_DIM)
+    add_parts = make_add_parts(bundles)
+    _, finish = make_finish(variant.dtype, bundles, quarter)
+
+    @inlined
+    def settle(
+        sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, at: Addresses,
+        strides: Strides, outer: float, thread: int, lane: int,
+    ) -> None:  # fmt: skip
+        """Called by all threads of a block."""
+        line = part.strip * 16 + (lane >> 2)
+        if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
+            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out_batch, strides.out_token)
+            number = piece.bundle * queries + line
+            put_outputs(sums, softmax, number, count, to, part, at, strides, outer, lane)
+            return
+        to = part_of(share.number, share, piece.bundle_begin, at.partials)
+        put_sums(sums, softmax, line, to, part, lane)
+        parts = parts_of(piece, share, at.partials)
+        cuda.syncthreads()
+        if thread == 0:
+            cuda.threadfence()
+            counter = at.counters + (piece.sequence * num_bundles + piece.bundle) * 4
+            store_shared_f32(base + arrived, float32(increment(counter, parts.num_parts - 1)))
+        cuda.syncthreads()
+        if int64(load_shared_f32(base + arrived)) == parts.num_parts - 1:
+            cuda.threadfence()
+            totals = cuda.local.array(24, float32)
+            quad, first = thread % quarter, thread // quarter
+            while first < queries:
+                add_parts(totals, parts, first, quad, outer)
+                for i in range(4):
+                    number = piece.bundle * queries + first + i * MERGED
+                    if number < count:
+                        t = 6 * i
+                        total = Sum(
+                            totals[t + 4], totals[t + 5], totals[t], totals[t + 1], totals[t + 2], totals[t + 3]
+                        )  # fmt: skip
+                        finish(total, quad, number, 0, piece.sequence, at, strides, outer)
+                first += 4 * MERGED
+
+    return settle

@@ -1,8 +1,13 @@
-"""Launches that are prepared: a call writes what changed since the last one, and asks the driver.
+"""Launches: packed arguments, workspace, and tensor maps.
 
-The driver takes an address of the grid and the stream, and one of each argument's value. All lie in one buffer, the
-stream right before the arguments that change, so that these are written at once. The driver has copied them when it
-returns: one lock is all that threads need which launch the same.
+A `Launch` keeps the grid and all arguments in one buffer. A call writes the stream and the arguments that changed,
+which lie side by side, and calls the driver, which has copied them when it returns; so one lock serves all threads.
+
+A `Workspace` is memory in which the blocks of a launch leave partial results for each other. Launches on one stream
+follow each other and share it. A graph may run beside any stream: it has counters of its own, and its room for partial
+results is torch's, as for any tensor of a captured call.
+
+A tensor map describes K or V to Hopper's copy engine, whatever the strides.
 """
 
 from __future__ import annotations
@@ -12,13 +17,16 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from .compiler import Kernel, Structs, fields
-from .context import driver, enter_context
-from .ptx import SIMULATED
+from .arguments import Maps
+from .checks import Geometry, Key
+from .compiler import SIMULATED, Kernel, Structs, allocate_zeroed, driver, enter_context, fields
+from .warp import PANEL, ROW_BYTES, simulated_maps, swizzled
 
 FORMATS = {int: "q", float: "f4x", bytes: "128s"}
 """How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which come
@@ -26,23 +34,19 @@ first among a kernel's arguments: there they lie at a multiple of `ALIGNMENT`.""
 
 CONFIG = struct.Struct("=7I4x q q I4x")
 """The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes."""
-FROM_STREAM = struct.Struct("=q16x")
-"""Its end, from the stream on: there are no attributes."""
+FROM_STREAM = struct.Struct("=q16x")  # its end, from the stream on: there are no attributes
 ALIGNMENT = 64
 
-MOST_BLOCKS = (1 << 31) - 1, 65_535
-"""Of a grid."""
+MOST_BLOCKS = (1 << 31) - 1, 65_535  # of a grid
 
 
 class Layout(NamedTuple):
     """Where arguments lie behind `CONFIG`: those that change, then the others."""
 
-    offsets: list[int]
-    """Of each argument."""
+    offsets: list[int]  # of each argument
     changing_bytes: int
     nbytes: int
-    write: Callable[..., None]
-    """Writes the stream and what changes."""
+    write: Callable[..., None]  # writes the stream and what changes
     constant: struct.Struct
 
 
@@ -142,3 +146,193 @@ def index_of(device: torch.device) -> int:
 def _driver_launch() -> Any:
     """The driver's function by ctypes, which takes arguments made before; the bindings make theirs at each call."""
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+
+
+SLAB = 1 << 20  # bytes of counters that are made at a time
+
+_rooms: dict[tuple[int, int], tuple[int, int]] = {}
+"""By device and stream: the address of the room for parts, and its bytes."""
+_counters: dict[tuple[int, int, int], tuple[int, int]] = {}
+"""By device, stream and capture: the address of counters, and how many."""
+_slabs: dict[int, tuple[int, int]] = {}  # by device: the next free address of the newest slab, and its bytes
+_taking = threading.Lock()  # two streams must not be given the same counters
+
+
+class Workspace:
+    """Memory for a kernel's launches on a device.
+
+    Args:
+        index: of the CUDA device; -1: the simulator.
+        partial_bytes: room for parts.
+        counters: 32-bit counters, which are 0 and are left 0 by each launch.
+    """
+
+    def __init__(self, index: int, partial_bytes: int, counters: int) -> None:
+        self._index = index
+        self._partial_bytes = partial_bytes
+        self._counters = counters
+        self._by_stream: dict[int, tuple[int, int]] = {}  # what is allocated stays
+
+    def room(self) -> tuple[int, int]:
+        """Addresses of room for parts and of counters, until the current stream is given other work."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else 0
+        if stream and (capture := _capture_of(self._index, stream)):  # the default stream cannot be captured
+            return _captured_room(self._index, stream, capture, self._partial_bytes, self._counters)
+        if stream not in self._by_stream:
+            self._by_stream[stream] = _lasting_room(self._index, stream, self._partial_bytes, self._counters)
+        return self._by_stream[stream]
+
+
+def _lasting_room(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    where = _counters_of(index, stream, 0, counters)
+    assert where is not None
+    room, have = _rooms.get((index, stream), (0, 0))
+    if have < partial_bytes:
+        have = 1 << (partial_bytes - 1).bit_length()
+        room = _allocate(index, have)
+        _rooms[index, stream] = room, have
+    return room, where
+
+
+def _captured_room(index: int, stream: int, capture: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    room = torch.empty(partial_bytes, dtype=torch.uint8, device=index)
+    where = _counters_of(index, stream, capture, counters)
+    if where is None:  # then zeros are part of the graph; the room is held, so that they lie elsewhere
+        where = torch.zeros(counters, dtype=torch.int32, device=index).data_ptr()
+    return room.data_ptr(), where
+
+
+def _counters_of(index: int, stream: int, capture: int, counters: int) -> int | None:
+    """Counters of a stream, or of its capture; None as in `_take_counters`."""
+    where, many = _counters.get((index, stream, capture), (0, 0))
+    if many >= counters:
+        return where
+    with _taking:
+        taken = _take_counters(index, counters, capturing=bool(capture))
+    if taken is not None:
+        _counters[index, stream, capture] = taken, counters
+    return taken
+
+
+def _take_counters(index: int, counters: int, capturing: bool) -> int | None:
+    """Counters that nobody has had. None: there are none left, and none can be made during a capture."""
+    nbytes = -(-counters // 64) * 256
+    free, left = _slabs.get(index, (0, 0))
+    if left < nbytes:
+        if capturing:
+            return None
+        left = max(SLAB, nbytes)
+        free = _allocate(index, left)
+    _slabs[index] = free + nbytes, left - nbytes
+    return free
+
+
+_host: list[torch.Tensor] = []
+
+
+def _allocate(index: int, nbytes: int) -> int:
+    """Zeroed memory that stays. Not torch's: a call may be the first in a pool that is to be left empty."""
+    if index < 0:
+        _host.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return _host[-1].data_ptr()
+    return allocate_zeroed(index, nbytes)
+
+
+def _capture_of(index: int, stream: int) -> int:
+    """What the current stream of a device is captured for; 0: it is not."""
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return _capture_of(index, stream)
+    return int(driver().cuStreamGetCaptureInfo(stream)[2]) if torch._C._cuda_isCurrentStreamCapturing() else 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; two for the simulator, so that work is shared there as well."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of threads may have; for the simulator, Hopper's."""
+    if device.type != "cuda":
+        return 227 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def can_be_mapped(tensor: Geometry) -> bool:
+    """Whether there can be a tensor map of it: rows of 1 TiB are too far apart."""
+    steps = [stride * tensor.dtype.itemsize for stride in tensor.strides[:-1]]
+    return max(tensor.shape) <= 1 << 32 and max(steps) < 1 << 40
+
+
+class SimulatedMap(NamedTuple):
+    """What a tensor map holds, for the simulator."""
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box_tokens: int
+
+    def copy(self, target: int, place: tuple[int, ...]) -> int:
+        """Copies the box at a place; its bytes."""
+        element, head, token, row = place
+        width, heads, tokens, rows = self.sizes
+        inside = 0 <= head < heads and 0 <= token <= tokens - self.box_tokens and 0 <= row < rows
+        assert inside, "a copy from outside touches the tensor's first page"
+        for index, vector in product(range(self.box_tokens), range(0, PANEL, 8)):
+            position = element + vector, head, token + index, row
+            to = swizzled(target + index * ROW_BYTES + vector * 2)
+            if position[0] < width:
+                source = self.address + position[0] * 2 + sum(np.multiply(position[1:], self.strides).tolist())
+                ctypes.memmove(to, source, 16)
+            else:
+                ctypes.memset(to, 0, 16)
+        return self.box_tokens * ROW_BYTES
+
+
+@lru_cache(16)
+def maps_of(k: Key | None, v: Key | None, box_tokens: int) -> Callable[[int, int], Maps]:
+    """A function of the addresses of K and V that gives their maps."""
+    assert k
+    assert v
+
+    @lru_cache(1024)  # a model has some for each layer
+    def maps_at(k_address: int, v_address: int) -> Maps:
+        tensors = (k_address, k), (v_address, v)
+        return Maps(*[_encode(*each, box) for box in (box_tokens, 1) for each in tensors])
+
+    return maps_at
+
+
+def _encode(address: int, key: Key, box_tokens: int) -> Any:
+    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of `box_tokens` of one head and panel.
+
+    Returns:
+        its 128 bytes; for the simulator, a number.
+    """
+    shape, strides, dtype, _ = key
+    assert can_be_mapped(Geometry._make(key)), "the driver refuses it"
+    sizes = tuple(reversed(shape))
+    steps = tuple(stride * dtype.itemsize for stride in reversed(strides[:-1]))
+    if SIMULATED:
+        simulated_maps.append(SimulatedMap(address, sizes, steps, box_tokens))
+        return len(simulated_maps) - 1
+    cu = driver()
+    kinds = cu.CUtensorMapDataType
+    status, encoded = cu.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4,
+        address,
+        [cu.cuuint64_t(size) for size in sizes],
+        [cu.cuuint64_t(step) for step in steps],
+        [cu.cuuint32_t(size) for size in (PANEL, 1, box_tokens, 1)],
+        [cu.cuuint32_t(1)] * 4,
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status.name} for {list(shape)} of strides {strides}")
+    return ctypes.string_at(encoded.getPtr(), 128)

@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, first_token, head_of, make_addressing, row_of, scales_of
-from .arguments import Addresses, Scoring, Sizes, Strides, Variant, v_dim_of
-from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
-from .attention import ARGUMENTS
-from .compiler import Kernel
-from .eight_bits import EIGHT_BITS
-from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
-from .ptx import float32, inlined
-from .ragged import sequence_of
+from .arguments import (
+    ARGUMENTS, Addresses, Row, Scoring, Sizes, Strides, Tokens, Variant, first_token, head_of, make_addressing, row_of,
+    scales_of, sequence_of, v_dim_of,
+)  # fmt: skip
+from .compiler import Kernel, float32, inlined
+from .memory import (
+    FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, load_4, load_16_cached, load_f32, load_i32, maximum, reciprocal,
+    store_4,
+)  # fmt: skip
+from .quantized import EIGHT_BITS
 from .warp import shuffle, shuffle_xor
 
 WARPS = 8
@@ -40,10 +41,8 @@ class Query(NamedTuple):
     """One query, but for its head: its sequence, the keys it sees, where it and its output are in the batch."""
 
     sequence: int
-    low: int
-    """The first key."""
-    high: int
-    """Where the keys end."""
+    low: int  # the first key
+    high: int  # where the keys end
     address: int
     out: int
 

@@ -1,4 +1,4 @@
-"""Plans of calls, found again by one look at all tensors."""
+"""Plans: what a call's tensors come to, prepared once and found again by one look at the tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from .checks import keys
+from .arguments import LATENT_DIM, LATENT_V_DIM, Maps, Sizes, Strides
+from .checks import (
+    ALIGNMENT, Geometry, Key, check_attention, check_block_table, check_indices, check_integer, check_sinks, keys,
+    refuse_alignment,
+)  # fmt: skip
+from .compiler import Kernel
+from .launches import Launch, Workspace, index_of, maps_of
+from .memory import LOG2E
 
-Plan = TypeVar("Plan")
+Found = TypeVar("Found")
 Tensors = tuple[torch.Tensor | None, ...]
 Picker = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
-RECENT = 4
-"""Plans that are found at one look: of layers that take turns there are few kinds."""
+RECENT = 4  # plans that are found at one look: of layers that take turns there are few kinds
 
 
 class Places(NamedTuple):
     """Which of a call's tensors are missing, and which are the same."""
 
-    distinct: Picker
-    """Those that are there, each once: torch compares none that is there twice."""
-    twins: list[tuple[int, int]]
-    """Where one is again, and where it was first."""
+    distinct: Picker  # those that are there, each once: torch compares none that is there twice
+    twins: list[tuple[int, int]]  # where one is again, and where it was first
     missing: Picker
-    nones: tuple[None, ...]
-    """As many as are missing."""
+    nones: tuple[None, ...]  # as many as are missing
 
 
 @cache
@@ -60,8 +63,7 @@ class Known(NamedTuple):
 
     options: tuple[Any, ...]
     places: Places
-    check: Callable[..., bool]
-    """Whether distinct tensors look like those that there were."""
+    check: Callable[..., bool]  # whether distinct tensors look like those that there were
     plan: Any
 
 
@@ -89,7 +91,7 @@ def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
     return Known(options, of_tensors, guards.check, plan)
 
 
-class Plans(Generic[Plan]):
+class Plans(Generic[Found]):
     """The plans of a function's calls.
 
     To make the key of ten tensors takes longer than to launch a kernel. torch compares tensors with others that it has
@@ -100,11 +102,11 @@ class Plans(Generic[Plan]):
         make: checks given options and a geometry, which is `keys`, and makes their plan, or has it.
     """
 
-    def __init__(self, make: Callable[..., Plan]) -> None:
+    def __init__(self, make: Callable[..., Found]) -> None:
         self._make = make
         self._recent: tuple[Known, ...] = ()
 
-    def find(self, tensors: Tensors, *options: Any) -> tuple[Plan, list[int]]:
+    def find(self, tensors: Tensors, *options: Any) -> tuple[Found, list[int]]:
         """The plan for tensors, some of which may be missing, and the others' addresses; raises what `make` does.
 
         Args:
@@ -123,3 +125,167 @@ class Plans(Generic[Plan]):
             check_memory(tensors)
         self._recent = know(tensors, options, plan), *self._recent[: RECENT - 1]
         return plan, addresses
+
+
+LARGEST_SOFTCAP = 10_000
+"""Scores are this times a `tanh` that is exact to 2**-22 on tensor cores: of a greater one too little would be left."""
+
+Keys = tuple[Key | None, ...]  # of what a call is given, in the order of `Geometries`
+
+
+class Geometries(NamedTuple):
+    """The tensors of a call, without data, in the order of `Addresses`."""
+
+    q: Geometry
+    k: Geometry
+    v: Geometry
+    out: Geometry
+    cu_seqlens: Geometry | None
+    seq_lens: Geometry
+    rows: Geometry | None
+    starts: Geometry | None
+    block_table: Geometry | None
+    sinks: Geometry | None
+    k_scales: Geometry | None
+    v_scales: Geometry | None
+
+
+class Plan(NamedTuple):
+    """What a geometry comes to: a kernel, its grid and workspace, and the arguments that are always the same."""
+
+    kernel: Kernel
+    device_index: int  # of the CUDA device; -1: the simulator
+    blocks: tuple[int, int]
+    partial_bytes: int
+    counters: int
+    sizes: Sizes
+    strides: Strides
+    box_tokens: int = 0  # of a copy by tensor map; 0: the kernel takes no tensor maps
+
+
+def choose_kernel(kernel: str, given: Geometries, best: tuple[str, ...]) -> str:
+    """The kernel to use: what was asked for, or else the best that the device has; `ValueError` if it cannot be."""
+    possible, dtype, device = ["plain"], given.q.dtype, given.q.device
+    if dtype != torch.float32:  # tensor cores would round it
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        if capability < (8, 0):
+            raise ValueError(f"got {device} of compute capability {capability}; it must be 8.0 or later")
+        possible = [name for name in best if name == "mma" or capability == (9, 0)] + possible
+    if kernel == "auto":
+        return possible[0]
+    if kernel not in possible:
+        raise ValueError(
+            f"got kernel {kernel!r} for q of {dtype}, k of {given.k.dtype} on {device} and these strides; it must be "
+            f"one of auto, {', '.join(possible)}"
+        )
+    return kernel
+
+
+def check_call(keys: Keys) -> Geometries:
+    """Raises `ValueError` or `TypeError` where tensors do not fit together."""
+    geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
+    q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales = geometries
+    check_attention(q, k, v, out, k_scales, v_scales)
+    given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
+    check_indices(q.device, seq_lens.shape[:1], **{name: tensor for name, tensor in given.items() if tensor})
+    if cu_seqlens:
+        check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
+    if block_table:
+        check_block_table(q.device, block_table, k)
+    batch, there = seq_lens.shape[0], (block_table or k).shape[0]
+    if rows is None and batch > there:
+        raise ValueError(f"got {batch} sequences without rows, of which there are {there}; rows must be given")
+    if batch == 0 and q.shape[0]:
+        raise ValueError(f"got q {list(q.shape)} and no sequences; there must be one for each token")
+    if sinks:
+        check_sinks(sinks, q)
+    return geometries
+
+
+def output_like(q: torch.Tensor) -> torch.Tensor:
+    """Room for the result: like `q`, but for latents, whose V is narrower than K."""
+    return torch.empty_like(q) if q.shape[-1] != LATENT_DIM else q.new_empty(*q.shape[:-1], LATENT_V_DIM)
+
+
+def make_plan(
+    given: Geometries, kernel: Kernel, blocks: tuple[int, int], *, partial_bytes: int = 0, counters: int = 0,
+    box_tokens: int = 0,
+) -> Plan:  # fmt: skip
+    """The plan of a geometry, once its kernel is chosen."""
+    q, k, v, out = given[:4]
+    ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
+    sizes_and_strides = (
+        (q.dtype.itemsize, (*ragged, *q.strides[:-1])),
+        (k.dtype.itemsize, (*k.strides[:3], *v.strides[:3])),
+        (out.dtype.itemsize, (*ragged, *out.strides[:-1])),
+        *((4, scales.strides if scales else (0, 0, 0)) for scales in (given.k_scales, given.v_scales)),
+    )
+    table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
+    return Plan(
+        kernel,
+        index_of(q.device),
+        blocks,
+        partial_bytes,
+        counters,
+        Sizes(given.seq_lens.shape[0], k.shape[2]),
+        Strides(table_stride, *(size * stride for size, strides in sizes_and_strides for stride in strides)),
+        box_tokens,
+    )
+
+
+class Call(NamedTuple):
+    """A plan with all its arguments but addresses."""
+
+    launch: Launch
+    workspace: Workspace | None  # where its parts and counters are, if it needs any
+    maps: Callable[[int, int], Maps] | None  # tensor maps of K and V at two addresses, if the kernel takes them
+    latents: bool  # V is a view of K
+
+
+def prepare(
+    plan: Plan, geometry: Keys, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
+) -> Call:
+    """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
+    given."""
+    q = geometry[0]
+    assert q
+    latents = q[0][-1] == LATENT_DIM
+    if latents and scale is None:
+        raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
+    # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
+    scale = q[0][-1] ** -0.5 if scale is None else float(scale)
+    window, softcap = check_integer("window", window), float(softcap)
+    inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
+        raise ValueError(
+            f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
+            f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
+            "must not be too small or too great for fp32, nor window for 64 bits"
+        )
+    maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
+    addresses = [None if key else 0 for key in geometry]
+    workspace = Workspace(plan.device_index, plan.partial_bytes, plan.counters) if plan.counters else None
+    room = (None, None) if workspace else (0, 0)
+    scoring = window, inner, outer
+    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
+    return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps, latents)
+
+
+def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None, groups: tuple[int, ...] = ()) -> None:
+    """Runs a call on the current stream.
+
+    Args:
+        addresses: of the tensors that are given; those of q, k, v and out come first.
+        room: addresses of room that was made for it; None: it gets its own.
+        groups: the addresses in `Groups`, if its kernel takes them.
+    """
+    q, k, v, out, *_ = addresses
+    if (q | k | v | out) % ALIGNMENT:
+        refuse_alignment(q, k, v, out)
+    if call.latents and k != v:
+        raise ValueError(f"got latents k at {k:#x} and v at {v:#x}; v must be their view k[..., :{LATENT_V_DIM}]")
+    if room is None:
+        room = call.workspace.room() if call.workspace else ()
+    maps = call.maps(k, v) if call.maps else ()
+    call.launch.run(*maps, *addresses, *room, *groups)

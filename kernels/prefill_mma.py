@@ -6,8 +6,8 @@ A block of threads has `16 * warps` queries of one head, a warp 16 of them. For 
     softmax   within four lanes, which share a row of S,
     sums      O += P V, where P is S in the registers it came in.
 
-K and V of 8 bits become 16 on the way (see `widened_tiles`), and their scales multiply scores and weights.
-K of the next tile is copied while V is used, and V while K is.
+K of the next tile is copied while V is used, and V while K is. 8-bit K and V become 16-bit on the way to shared memory,
+without their scales, which multiply scores and weights: threads hold a tile in registers until its place is free.
 """
 
 from __future__ import annotations
@@ -15,17 +15,92 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, live_token, make_addressing, row_of, scales_of
-from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .mma_products import make_add_values, make_score, pitch_of
-from .prefixes import make_prefixes
-from .prompts import Prompt, Work, make_prompts, make_ranges
-from .ptx import float32, inlined, int64, uint32
-from .shared import copy_16, shared_address, wait_copies
-from .softmax import Softmax, begin_softmax, make_mask, raise_maxima, rescale, weigh
-from .widened_tiles import make_scale, make_widened_tiles
+from .arguments import (
+    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, live_token, make_addressing,
+    row_of, scales_of,
+)  # fmt: skip
+from .compiler import float32, inlined, int64, uint32
+from .memory import (
+    copy_16, load_16, load_f32, load_shared_f32, shared_address, store_shared_16, store_shared_f32, wait_copies,
+)  # fmt: skip
+from .prompts import Prompt, Work, live, make_prefixes, make_prompts, make_ranges
+from .quantized import EIGHT_BITS
+from .softmax import (
+    Softmax, begin_softmax, make_add_values, make_mask, make_score, pitch_of, raise_maxima, rescale, weigh,
+)  # fmt: skip
+
+
+def make_widened_tiles(
+    dtype: torch.dtype, block_size: int, tile: int, head_dim: int, pitch: int, threads: int
+) -> tuple[Any, Any, Any, int, int]:
+    """Functions for kernels: a block's threads look a tile up, begin to fetch one head of it, and put it, and its
+    scales, to shared memory. Keys that are not live repeat one that is.
+
+    Returns:
+        the functions; how many homes a thread looks up, and how many words it fetches.
+    """
+    home_of, address_of = make_addressing(block_size)
+    widen = EIGHT_BITS[dtype].pair
+    vectors = head_dim // 16  # of 16 bytes in a token
+    turns = -(-tile * vectors // threads)
+    assert tile <= threads, "a thread fetches one scale"
+
+    @inlined
+    def look_up(homes: Any, key: int, row: Row, prompt: Prompt, thread: int) -> None:
+        for turn in range(turns):
+            homes[turn] = home_of(live(key + (thread + turn * threads) // vectors, prompt), row)
+        homes[turns] = home_of(live(key + thread % tile, prompt), row)
+
+    @inlined
+    def begin(
+        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, key: int, prompt: Prompt, thread: int
+    ) -> float:
+        """Fetches a thread's part, and gives a scale of it."""
+        for turn in range(turns):
+            vector = thread + turn * threads
+            token = live(key + vector // vectors, prompt)
+            loaded = load_16(address_of(token, homes[turn], source) + vector % vectors * 16)
+            for i in range(4):
+                words[4 * turn + i] = loaded[i]
+        return load_f32(address_of(live(key + thread % tile, prompt), homes[turns], scales))
+
+    @inlined
+    def end(words: Any, scale: float, to: int, scales_to: int, thread: int) -> None:
+        """Puts it where it belongs. What was copied before is there, too."""
+        wait_copies()
+        for turn in range(turns):
+            vector = thread + turn * threads
+            if vector < tile * vectors:
+                place = to + vector // vectors * pitch + vector % vectors * 32
+                for half in range(2):
+                    a = words[4 * turn + 2 * half]
+                    b = words[4 * turn + 2 * half + 1]
+                    store_shared_16(
+                        place + half * 16,
+                        widen(a, a, 0x1100), widen(a, a, 0x3322), widen(b, b, 0x1100), widen(b, b, 0x3322),
+                    )  # fmt: skip
+        if thread < tile:
+            store_shared_f32(scales_to + thread * 4, scale)
+
+    return look_up, begin, end, turns + 1, 4 * turns
+
+
+def make_scale(num_scores: int) -> Any:
+    """A function for kernels that multiplies a tile's scores, or weights, by its scales."""
+
+    @inlined
+    def scale_columns(scores: Any, scales: int, lane: int) -> None:
+        """See `softmax` for where they are."""
+        for j in range(num_scores // 4):
+            for i in range(2):
+                scale = load_shared_f32(scales + (8 * j + 2 * (lane & 3) + i) * 4)
+                scores[4 * j + i] *= scale
+                scores[4 * j + 2 + i] *= scale
+
+    return scale_columns
 
 
 def warps_of(head_dim: int) -> int:
@@ -46,11 +121,10 @@ class Shared(NamedTuple):
     v: int
     k_scales: int
     v_scales: int
-    nbytes: int
-    """In all."""
+    nbytes: int  # in all
 
 
-def shared_of(head_dim: int, scaled: bool) -> Shared:
+def mma_shared_of(head_dim: int, scaled: bool) -> Shared:
     """The shared memory of a block of threads."""
     pitch, tile = pitch_of(head_dim), tile_of(head_dim)
     scales = 4 * tile if scaled else 0
@@ -134,7 +208,12 @@ def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]
 def make_attend(variant: Variant, work: Work) -> Any:
     """A function for kernels: attention of a block's queries to the keys that they see; called by all its threads."""
     head_dim, scaled = variant.head_dim, variant.kv_dtype is not None
-    warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim, scaled)
+    warps, tile, pitch, shared = (
+        warps_of(head_dim),
+        tile_of(head_dim),
+        pitch_of(head_dim),
+        mma_shared_of(head_dim, scaled),
+    )
     num_scores, num_sums, queries, threads = tile // 2, head_dim // 2, 16 * warps, 32 * warps
 
     keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)

@@ -12,28 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from .appending import AppendAddresses, AppendShape, AppendVariant, Turning, make_append, make_changing_append
+from .appending import AppendAddresses, AppendShape, AppendVariant, Rotation, Turning, make_append, make_changing_append
 from .checks import (
-    ALIGNMENT,
-    Geometry,
-    Key,
-    check_block_table,
-    check_cache,
-    check_indices,
-    check_new,
-    check_rotation,
-    check_scales,
-    check_written,
-    keys,
-    refuse_alignment,
-)
+    ALIGNMENT, Geometry, Key, check_block_table, check_cache, check_indices, check_new, check_rotation, check_scales,
+    check_written, keys, refuse_alignment,
+)  # fmt: skip
 from .compiler import Kernel
-from .launches import Launch, index_of
+from .launches import Launch, index_of, multiprocessors
 from .plans import Plans
 from .quantized import LARGEST
-from .rotary import RotateHalf, Rotation
-from .vectors import THREADS, tokens_of_block
-from .workspace import multiprocessors
+from .row_copy import THREADS, tokens_of_block
 
 
 def append(
@@ -81,21 +69,11 @@ def append(
 
 
 def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-    query: torch.Tensor | None,
-    rotated: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor,
+    starts: torch.Tensor, cu_seqlens: torch.Tensor | None, block_table: torch.Tensor | None,
+    k_scales: torch.Tensor | None, v_scales: torch.Tensor | None, query: torch.Tensor | None,
+    rotated: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
+) -> None:  # fmt: skip
     tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
     _launch((*tensors, query, rotated, cos, sin))
 
@@ -131,8 +109,7 @@ def append_behind(
         lengths += cu_seqlens.diff()
 
 
-NO_ROTATION = None, None, None, None
-"""In the place of a `RotateHalf`."""
+NO_ROTATION = None, None, None, None  # in the place of a `RotateHalf`
 
 
 def _launch(tensors: tuple[torch.Tensor | None, ...]) -> None:
@@ -303,3 +280,25 @@ def append_kernel(variant: AppendVariant) -> Kernel:
     if variant.rotation or variant.dtypes:
         return Kernel(make_changing_append, (variant,), structs, THREADS)
     return Kernel(make_append, (variant,), structs, 2 * THREADS, blocks_per_sm=4)
+
+
+class RotateHalf(NamedTuple):
+    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as in Llama: element i of a head is
+    rotated with element i + rotary_dim / 2.
+
+    The first `rotary_dim` elements `x` of each head become `x * cos + rotate_half(x) * sin`, where `rotate_half` puts
+    the second half, negated, in front of the first; the others stay. (Models that rotate neighbours with each other, as
+    GLM and Cohere do, cannot use it.)
+
+    Attributes:
+        query: `[tokens, num_heads, head_dim]`, like `k`.
+        rotated: like `query`, takes the rotated queries of all tokens: `query` itself, or what overlaps it nowhere.
+        cos: `[tokens, rotary_dim]`, of the dtype of `k`, as modules of transformers make them once a forward pass, for
+            all layers; half of `rotary_dim` is a multiple of 16 bytes.
+        sin: likewise.
+    """
+
+    query: torch.Tensor
+    rotated: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor

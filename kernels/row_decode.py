@@ -6,17 +6,20 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, decode_queries, decode_shares, latents, plain, row_latents
-from .arguments import LATENT_DIM, Variant
-from .attention import Call, Geometries, Keys, Plan
+from .arguments import LATENT_DIM, Variant, structs_of
 from .compiler import Kernel
+from .decode_mma import blocks_that_fit, make_decode, queries_of, shared_bytes_of
 from .decode_parts import part_bytes
-from .decode_shares import Queries
-from .plans import Plans
-from .workspace import multiprocessors
+from .decode_products import THREADS, Queries
+from .latents import latent_queries
+from .launches import multiprocessors
+from .plain import plain_kernel
+from .plans import (
+    Call, Geometries, Keys, Plan, Plans, check_call, choose_kernel, launch, make_plan, output_like, prepare,
+)  # fmt: skip
+from .row_latents import best_latents, latent_decode_plan
 
-MAX_QUERIES = 8
-"""Tokens of a sequence that `decode` takes; more are a prompt."""
+MAX_QUERIES = 8  # tokens of a sequence that `decode` takes; more are a prompt
 
 
 def decode(
@@ -84,65 +87,54 @@ def decode(
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit, a number is out of range, or the
             `kernel` is not for these tensors or this GPU; nothing is launched.
     """
-    out = attention.output_like(q) if out is None else out
+    out = output_like(q) if out is None else out
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
     run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
     return out
 
 
 def _decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rows: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    kernel: str,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, seq_lens: torch.Tensor,
+    rows: torch.Tensor | None, starts: torch.Tensor | None, block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None, k_scales: torch.Tensor | None, v_scales: torch.Tensor | None, scale: float | None,
+    window: int, softcap: float, kernel: str,
+) -> None:  # fmt: skip
     tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
     call, addresses = _calls.find(tensors, scale, window, softcap, kernel)
-    attention.launch(call, addresses)
+    launch(call, addresses)
 
 
 torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def prepare(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
+def prepare_decode(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
-    return attention.prepare(choose_plan(window > 0, softcap > 0, name, geometry), geometry, scale, window, softcap)
+    return prepare(choose_plan(window > 0, softcap > 0, name, geometry), geometry, scale, window, softcap)
 
 
-_calls = Plans(prepare)
+_calls = Plans(prepare_decode)
 
 
 def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
-    given = check(geometry)
+    given = check_decode(geometry)
     variant = variant_of(given, windowed, softcapped)
     best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
     if variant.head_dim == LATENT_DIM:
-        best = row_latents.best(given, latents.queries_of(variant))
-    chosen = attention.choose(name, given, best)
+        best = best_latents(given, latent_queries(variant))
+    chosen = choose_kernel(name, given, best)
     if chosen == "plain":
         batch, q_len, num_heads, _ = given.q.shape
-        return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
+        return make_plan(given, plain_kernel(variant), (batch * q_len, num_heads))
     if variant.head_dim == LATENT_DIM:
-        return row_latents.decode_plan(given, variant, chosen)
-    return make_plan(given, variant)
+        return latent_decode_plan(given, variant, chosen)
+    return mma_plan(given, variant)
 
 
-def check(geometry: Keys) -> Geometries:
+def check_decode(geometry: Keys) -> Geometries:
     """Raises `ValueError` or `TypeError` where tensors do not fit together."""
-    given = attention.check(geometry)
+    given = check_call(geometry)
     q = given.q
     if len(q.shape) != 4 or not 1 <= q.shape[1] <= MAX_QUERIES or q.shape[:1] != given.seq_lens.shape:
         raise ValueError(
@@ -166,12 +158,12 @@ def variant_of(
     )
 
 
-def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
+def mma_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
     """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
     kv_heads = given.k.shape[2]
-    queries = decode_mma.queries_of(variant, kv_heads)
-    blocks = queries.grid(multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries))
-    return attention.make_plan(
+    queries = queries_of(variant, kv_heads)
+    blocks = queries.grid(multiprocessors(given.q.device) * blocks_that_fit(variant, queries))
+    return make_plan(
         given,
         mma_kernel(variant, queries),
         (blocks, 1),
@@ -183,12 +175,12 @@ def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
 @cache
 def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
-    structs, blocks_per_sm = attention.structs_of(variant), decode_mma.blocks_per_sm(variant, queries)
+    structs, blocks_per_sm = structs_of(variant), blocks_that_fit(variant, queries)
     return Kernel(
-        decode_mma.make_decode,
+        make_decode,
         (variant, queries),
         structs,
-        decode_shares.THREADS,
+        THREADS,
         blocks_per_sm=blocks_per_sm,
-        shared_bytes=decode_queries.shared_bytes_of(variant, queries),
+        shared_bytes=shared_bytes_of(variant, queries),
     )

@@ -210,8 +210,7 @@ class Cuda(kernelapi.FakeCUDAModule):  # type: ignore[misc]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_device_functions: dict[int, Callable[..., Any]] = {}
-"""One of each module."""
+_device_functions: dict[int, Callable[..., Any]] = {}  # one of each module
 
 
 def device_function(function: Function) -> Function:

@@ -17,7 +17,7 @@ from benchmarks import counters_calls, counters_tables
 from benchmarks.counters import COUNTERS, by_call, launches, parse
 from benchmarks.counters_calls import CALLS
 from benchmarks.tables import NOT_MEASURED, TABLES
-from vmmkv.kernels import attention, copy_tokens, decode
+from vmmkv.kernels import copy_tokens, decode, plans, row_decode, row_prefill
 
 OLD = {"kernels": {"decode, mma, 64 x 4096": {"microseconds": 356.224, "registers": 192.0}}}
 """What results hold that know neither of other calls nor of what warps wait for."""
@@ -141,7 +141,7 @@ def test_launches_are_noted_in_their_order() -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[attention.Call]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[plans.Call]:
     """Calls of attention, which are planned, of little data, and not launched; no kernel depends on how much there
     is."""
     batch, call, prompt = counters_calls.make_batch, counters_calls.make_call, counters_calls.make_prompt
@@ -152,14 +152,15 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[attention.Call]:
     }
     for name, making in small.items():
         monkeypatch.setattr(counters_calls, name, making)
-    calls: list[attention.Call] = []
-    monkeypatch.setattr(attention, "launch", lambda call, *_: calls.append(call))
+    calls: list[plans.Call] = []
+    for module in (row_decode, row_prefill):
+        monkeypatch.setattr(module, "launch", lambda call, *_: calls.append(call))
     return calls
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="plans are those of a Hopper without a GPU alone, which compiles nothing")
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith(("decode", "prefill"))])
-def test_calls_launch_what_their_names_say(name: str, planned: list[attention.Call]) -> None:
+def test_calls_launch_what_their_names_say(name: str, planned: list[plans.Call]) -> None:
     def said(what: str, otherwise: int) -> int:
         found = re.search(what, name)
         return int(found[1]) if found else otherwise
@@ -169,7 +170,7 @@ def test_calls_launch_what_their_names_say(name: str, planned: list[attention.Ca
     (kernel,) = (each.launch.kernel for each in planned)
     variant, latents = kernel.constants[0], "latents" in name
     part, how, *_ = name.split(", ")
-    assert (kernel.name, kernel.factory.__module__.split("_")[-1]) == (f"vmmkv_{part}", how)
+    assert (kernel.name, "wgmma" if kernel.hopper else "mma") == (f"vmmkv_{part}", how)
     assert variant.head_dim == said(r"heads of (\d+)", 576 if latents else 128)
     assert variant.heads_per_kv == said(r"(\d+) heads", 4)
     assert variant.q_len == (said(r"(\d+) queries", 1) if part == "decode" else 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import DEVICE, int32
 
-from vmmkv.kernels import append, context, decode, workspace
+from vmmkv.kernels import append, compiler, decode, launches
 
 
 class Recorder:
@@ -44,11 +44,11 @@ def test_workspace_is_made_in_relaxed_mode_on_a_stream_of_its_own(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     recorder = Recorder(failing)
-    monkeypatch.setattr(context, "driver", lambda: recorder)
-    monkeypatch.setattr(context, "enter_context", lambda index: None)
+    monkeypatch.setattr(compiler, "driver", lambda: recorder)
+    monkeypatch.setattr(compiler, "enter_context", lambda index: None)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(RuntimeError, match="MADE_UP") if failing else nullcontext():
-        assert context.allocate_zeroed(0, 512) == 4096
+        assert compiler.allocate_zeroed(0, 512) == 4096
     calls = ["cuMemAlloc", "cuStreamCreate", "cuMemsetD8Async", "cuStreamSynchronize"]
     made = calls[: calls.index(failing) + 1] if failing else calls
     assert [name for name in recorder.calls if name in calls] == made
@@ -94,7 +94,7 @@ def test_first_launches_beside_a_capture_and_in_it(mode: str, monkeypatch: pytes
     """A thread that is new to the GPU compiles, loads, makes a workspace and launches; another captures the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for books in ("_rooms", "_counters", "_slabs"):
-        monkeypatch.setattr(workspace, books, {})
+        monkeypatch.setattr(launches, books, {})
     kv_heads, group = {"global": (3, 11), "thread_local": (5, 13), "relaxed": (7, 9)}[mode]  # of this test alone
     captured, beside, stream = Step(kv_heads, group), Step(kv_heads + 6, group + 1), torch.cuda.Stream()
     beside.renew()

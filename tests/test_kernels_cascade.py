@@ -10,7 +10,7 @@ import torch
 from conftest import DEVICE, int32
 from test_kernels_attention import Case, Inputs, bf16, check, e4m3, fp16, fp32, int8
 
-from vmmkv.kernels import cascade, decode, dequantize, quantize, row_cascade
+from vmmkv.kernels import cascade, decode, dequantize, quantize, row_prefill
 
 LONG = 140 if DEVICE == "cpu" else 3000
 """A prefix of several parts."""
@@ -137,8 +137,8 @@ ON_A_GPU = [
 def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In few parts, or in as many as a GPU with more multiprocessors would be given."""
     multiprocessors = python_random.choice([1, 8] if DEVICE == "cpu" else [1, 8, 132])
-    monkeypatch.setattr(row_cascade, "multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(row_cascade, "ROOM_BYTES", python_random.choice([0, 1 << 26, 1 << 26]))
+    monkeypatch.setattr(row_prefill, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(row_prefill, "ROOM_BYTES", python_random.choice([0, 1 << 26, 1 << 26]))
     batch = random_batch(case.q_len, python_random.choice([30, LONG]))
     inputs = make_inputs(case, batch)
     check_outputs(case, inputs, run(case, batch, inputs))

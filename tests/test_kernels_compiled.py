@@ -70,9 +70,10 @@ COMPILE = """
         for heads, q_len, paged in ((16, 1, 16), (64, 1, 0), (16, 0, 16)):
             variant = Variant(bf16, 576, heads, q_len, paged, True, False, False)
             for device, shared_bytes in zip(DEVICES, (163 << 10, 227 << 10)):
-                kernels[f"latents, mma, {heads}, {q_len}, {device}"] = row_latents.mma_kernel(variant, shared_bytes)
+                kernel = row_latents.latent_kernel("mma", variant, shared_bytes)
+                kernels[f"latents, mma, {heads}, {q_len}, {device}"] = kernel
             if (heads, q_len) != (16, 1):
-                kernels[f"latents, wgmma, {heads}, {q_len}"] = row_latents.wgmma_kernel(variant)
+                kernels[f"latents, wgmma, {heads}, {q_len}"] = row_latents.latent_kernel("wgmma", variant, 0)
     kernels = dict(random.sample([*kernels.items()], min(len(kernels), int(few))))
     folder, facts = tempfile.mkdtemp(), []
     PACKED = {int: "u64", float: "f32", bytes: "b8"}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import RotateHalf, append, copy_tokens
+from vmmkv.kernels.launches import multiprocessors
 from vmmkv.kernels.quantized import LARGEST, dequantize, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
-from vmmkv.kernels.workspace import multiprocessors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 

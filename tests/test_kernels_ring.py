@@ -11,19 +11,14 @@ import torch
 from conftest import DEVICE
 from numba import cuda
 
-from vmmkv.kernels.addressing import Row
+from vmmkv.kernels.arguments import Row
 from vmmkv.kernels.checks import keys
-from vmmkv.kernels.compiler import Kernel
-from vmmkv.kernels.hopper import ATOM_BYTES, publish_barriers, swizzled
-from vmmkv.kernels.launches import Launch
-from vmmkv.kernels.memory import store_4
+from vmmkv.kernels.compiler import Kernel, uint32
+from vmmkv.kernels.launches import Launch, maps_of
+from vmmkv.kernels.memory import shared_address, store_4
+from vmmkv.kernels.prefill_rings import BARRIER_BYTES, Ring, Source, make_copy_tile, make_ring, tile_bytes
 from vmmkv.kernels.prompts import Prompt
-from vmmkv.kernels.ptx import uint32
-from vmmkv.kernels.ring import BARRIER_BYTES, Ring, make_ring
-from vmmkv.kernels.shared import shared_address
-from vmmkv.kernels.tensor_map import maps_of
-from vmmkv.kernels.tile_copies import Source, make_copy_tile, tile_bytes
-from vmmkv.kernels.warp import sync_warp
+from vmmkv.kernels.warp import ATOM_BYTES, publish_barriers, swizzled, sync_warp
 
 TILE, USERS = 16, 3
 NBYTES = tile_bytes(64, TILE)

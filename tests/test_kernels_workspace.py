@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import ROUNDS
 
-from vmmkv.kernels import workspace
-from vmmkv.kernels.workspace import Workspace
+from vmmkv.kernels import launches
+from vmmkv.kernels.launches import Workspace
 
 SIZES = [(1 << 10, 256), (5000, 700), (1 << 16, 64), (1 << 16, 65)]
 """Bytes and counters of plans; of the first both take as much, so that what is given back is given again."""
@@ -22,7 +22,7 @@ def test_what_may_run_at_once_shares_nothing(monkeypatch: pytest.MonkeyPatch, sl
     """Of streams no room and no counters, whichever plans use them; of captures, which have torch's room, none of both,
     and no counters of others. A slab that is used up cannot be replaced in a capture."""
     for books in ("_rooms", "_counters", "_slabs"):
-        monkeypatch.setattr(workspace, books, {})
+        monkeypatch.setattr(launches, books, {})
     kept: list[torch.Tensor] = []
     now = {"stream": 0, "capture": 0}
 
@@ -37,10 +37,10 @@ def test_what_may_run_at_once_shares_nothing(monkeypatch: pytest.MonkeyPatch, sl
         uint8=torch.uint8,
         int32=torch.int32,
     )
-    monkeypatch.setattr(workspace, "torch", on_host)
-    monkeypatch.setattr(workspace, "_capture_of", lambda index, stream: now["capture"])
-    monkeypatch.setattr(workspace, "_allocate", allocate)
-    monkeypatch.setattr(workspace, "SLAB", slab)
+    monkeypatch.setattr(launches, "torch", on_host)
+    monkeypatch.setattr(launches, "_capture_of", lambda index, stream: now["capture"])
+    monkeypatch.setattr(launches, "_allocate", allocate)
+    monkeypatch.setattr(launches, "SLAB", slab)
     plans = [(Workspace(0, *sizes), *sizes) for sizes in SIZES]
     used: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for _ in range(60 * ROUNDS):

@@ -4,7 +4,7 @@ import torch
 
 import vmmkv
 from vmmkv.kernels import append, decode, sequence_scales
-from vmmkv.kernels.ptx import SIMULATED
+from vmmkv.kernels.compiler import SIMULATED
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 8, 2, 64, 2
 DEVICE = "cpu" if SIMULATED else "cuda"

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedAttentionError
 from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
-from ..kernels.ptx import SIMULATED
+from ..kernels.compiler import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
 from .masks import make_mask, warn
 from .row_writes import even_cu_seqlens
