@@ -28,37 +28,21 @@ which is the name of Hugging Face's package, and transformers imports whatever h
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .quantized import dequantize, quantize, sequence_scales
-    from .row_append import RotateHalf, append
-    from .row_copy import copy_tokens
-    from .row_decode import decode
-    from .row_prefill import cascade, mixed, prefill
+    from .quantized import dequantize as dequantize, quantize as quantize, sequence_scales as sequence_scales
+    from .row_append import RotateHalf as RotateHalf, append as append
+    from .row_copy import copy_tokens as copy_tokens
+    from .row_decode import decode as decode
+    from .row_prefill import cascade as cascade, mixed as mixed, prefill as prefill
 
-__all__ = [
-    "RotateHalf",
-    "append",
-    "cascade",
-    "copy_tokens",
-    "decode",
-    "dequantize",
-    "mixed",
-    "prefill",
-    "quantize",
-    "sequence_scales",
-]
-
-_MODULES = {
-    "RotateHalf": "row_append",
-    "append": "row_append",
-    "cascade": "row_prefill",
-    "copy_tokens": "row_copy",
-    "decode": "row_decode",
-    "dequantize": "quantized",
-    "mixed": "row_prefill",
-    "prefill": "row_prefill",
-    "quantize": "quantized",
-    "sequence_scales": "quantized",
+_NAMES = {
+    "quantized": ("dequantize", "quantize", "sequence_scales"),
+    "row_append": ("RotateHalf", "append"),
+    "row_copy": ("copy_tokens",),
+    "row_decode": ("decode",),
+    "row_prefill": ("cascade", "mixed", "prefill"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

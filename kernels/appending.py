@@ -36,11 +36,8 @@ class Rotation(NamedTuple):
 
 
 def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors: int) -> Any:
-    """A function for kernels that rotates one token's heads.
-
-    Args:
-        head_vectors, half_vectors: 16-byte vectors of a head, and of half of what is rotated of it.
-    """
+    """A function for kernels that rotates one token's heads, from an address to another, or in place, with bytes from
+    one head to the next. A head has so many 16-byte vectors, and half of its rotated part."""
     turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
 
     @inlined
@@ -54,28 +51,16 @@ def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors:
         t0, t1, t2, t3 = load_16_cached(sin + half)
         plus, minus = float32(1), float32(-1)
         store_16(
-            target,
-            turn(x0, y0, c0, s0, minus),
-            turn(x1, y1, c1, s1, minus),
-            turn(x2, y2, c2, s2, minus),
+            target, turn(x0, y0, c0, s0, minus), turn(x1, y1, c1, s1, minus), turn(x2, y2, c2, s2, minus),
             turn(x3, y3, c3, s3, minus),
-        )
+        )  # fmt: skip
         store_16(
-            target + half,
-            turn(y0, x0, d0, t0, plus),
-            turn(y1, x1, d1, t1, plus),
-            turn(y2, x2, d2, t2, plus),
+            target + half, turn(y0, x0, d0, t0, plus), turn(y1, x1, d1, t1, plus), turn(y2, x2, d2, t2, plus),
             turn(y3, x3, d3, t3, plus),
-        )
+        )  # fmt: skip
 
     @inlined
     def rotate_heads(source: int, target: int, source_head: int, target_head: int, cos: int, sin: int) -> None:
-        """Rotates one token's heads from address `source` to address `target`, which may be the same.
-
-        Args:
-            source_head, target_head: bytes from one head to the next.
-            cos, sin: addresses of the token's.
-        """
         vector = cuda.threadIdx.x
         while vector < heads * half_vectors:
             head = vector // half_vectors

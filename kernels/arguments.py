@@ -39,8 +39,7 @@ class Variant(NamedTuple):
     softcapped: bool
     mixed: bool = False  # prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter
     kv_dtype: torch.dtype | None = None  # of K and V of 8 bits, which have scales; None: theirs is `dtype`
-    cascaded: bool = False
-    """Groups of sequences share their first tokens: prefill's kernel reads these, decode's the rest."""
+    cascaded: bool = False  # prefill's kernel reads what groups of sequences share, decode's the rest
 
 
 class Addresses(NamedTuple):
@@ -108,8 +107,7 @@ class Groups(NamedTuple):
     prefix_lens: int
     parts: int  # the address of the room in which the kernel of the prefixes leaves parts for decode's
     num_groups: int
-    blocks: int
-    """Blocks of threads that are to work on a KV head's prefixes, or one more for each of their blocks of queries."""
+    blocks: int  # blocks of threads to work on a KV head's prefixes; one more for each of their blocks of queries
     most_parts: int  # of a query's prefix
     queries: int  # of a block of threads
     batch: int  # sequences that there are
@@ -177,25 +175,16 @@ def live_token(token: int, begin: int, end: int) -> int:
     return max(min(token, end - 1), begin)
 
 
-def make_first_query(mixed: bool) -> Any:
-    """A function for kernels: where a sequence's first query is, in bytes from that of the batch.
-
-    Args:
-        mixed: `cu_seqlens` says which token of the batch it is.
-    """
-
-    @inlined
-    def first_query(sequence: int, cu_seqlens: int, batch_stride: int, token_stride: int) -> int:
-        return load_i32(cu_seqlens + sequence * 4) * token_stride if mixed else sequence * batch_stride
-
-    return first_query
+@inlined
+def first_query(sequence: int, cu_seqlens: int, batch_stride: int, token_stride: int, mixed: bool) -> int:
+    """Where a sequence's first query is, in bytes from the batch's first; in a mixed batch `cu_seqlens` says."""
+    return load_i32(cu_seqlens + sequence * 4) * token_stride if mixed else sequence * batch_stride
 
 
 def make_addressing(block_size: int) -> tuple[Any, Any]:
-    """Functions for kernels: `home_of` a token, a row's or a block's number, and the token's address there.
+    """Functions for kernels: the row or block that a token is in, its *home*, and the token's address there.
 
-    Args:
-        block_size: tokens of a block in the block table; 0: tokens lie in rows.
+    `block_size` counts tokens of a block in the block table; 0: tokens lie in rows.
     """
 
     @inlined
@@ -213,8 +202,7 @@ def make_addressing(block_size: int) -> tuple[Any, Any]:
 @inlined
 def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
     """The sequence whose tokens include this one: the last that begins at it or before."""
-    sequence = 0
-    end = batch
+    sequence, end = 0, batch
     while end - sequence > 1:
         middle = (sequence + end) // 2
         if load_i32(cu_seqlens + middle * 4) <= token:
@@ -225,15 +213,13 @@ def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
 
 
 def make_ragged(units_of: Any) -> tuple[Any, Any]:
-    """Functions for kernels: `total` units of a batch, and `locate`, the sequence that a unit belongs to.
+    """Functions for kernels, called by all lanes of a warp: count the units of work of a batch, and find a unit.
 
-    Args:
-        units_of: an inlined device function: the units of a sequence, from its index and one more argument.
+    `units_of` is an inlined function: the units of a sequence, from its index and one more argument.
     """
 
     @inlined
     def total(batch: int, lengths: Any, lane: int) -> int:
-        """The units of all sequences. The lanes of a warp count together."""
         units = 0
         sequence = lane
         while sequence < batch:
@@ -244,11 +230,7 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
     @inlined
     def locate(unit: int, batch: int, lengths: Any, lane: int) -> tuple[int, int]:
         """The sequence of a unit (at most the last one), and the units of those before it."""
-        first = 0
-        before = 0
-        units = 0
-        upto = 0
-        searching = True
+        first, before, units, upto, searching = 0, 0, 0, 0, True
         while searching:
             units = units_of(first + lane, lengths) if first + lane < batch else 0
             upto = prefix_sum(units, lane)
@@ -263,10 +245,9 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
     return total, locate
 
 
-ARGUMENTS = Addresses, Sizes, Strides, Scoring
-"""What every attention kernel takes, behind tensor maps, if it takes these."""
+ARGUMENTS = Addresses, Sizes, Strides, Scoring  # what every attention kernel takes, behind tensor maps if any
 
 
 def structs_of(variant: Variant) -> tuple[type, ...]:
-    """What a kernel on tensor cores takes, behind tensor maps."""
+    """The parameters of a kernel on tensor cores, without tensor maps."""
     return (*ARGUMENTS, Groups) if variant.cascaded else ARGUMENTS

@@ -82,10 +82,7 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
     if like is not None:
         if cache.shape[2:] != like.shape[-2:]:
             raise ValueError(f"got {name} {list(cache.shape)} for {list(like.shape)}; heads or widths differ")
-        if cache.dtype != like.dtype:
-            raise TypeError(f"got {name} of {cache.dtype} for {like.dtype}; they must be the same")
-        if cache.device != like.device:
-            raise ValueError(f"got {name} on {cache.device} for a tensor on {like.device}")
+        _check_kind(name, cache, like.dtype, like.device)
     _check_vectors(name, cache)
 
 
@@ -101,10 +98,7 @@ def check_scales(
             f"got {scales_name} for {name} of {cache.dtype} and {like.dtype}; {name} must be one of "
             f"{', '.join(map(str, LARGEST))}, the other one of {', '.join(map(str, ATTENTION_DTYPES))}"
         )
-    if scales.dtype != torch.float32:
-        raise TypeError(f"got {scales_name} of {scales.dtype}; it must be torch.float32")
-    if scales.device != cache.device:
-        raise ValueError(f"got {scales_name} on {scales.device}; {name} is on {cache.device}")
+    _check_kind(scales_name, scales, torch.float32, cache.device)
     shape = cache.shape[:3] if rows is None else (*rows.shape[:1], *cache.shape[2:3])
     if scales.shape != shape:
         raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(shape)}")
@@ -113,7 +107,7 @@ def check_scales(
 def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:
     """Index tensors: int32, on the device, of the given shape, without gaps."""
     for name, tensor in tensors.items():
-        _check_int32(device, name, tensor)
+        _check_kind(name, tensor, torch.int32, device)
         if len(shape) != 1 or tensor.shape != shape or not _follow(tensor):
             raise ValueError(f"got {name} {list(tensor.shape)}; it must be contiguous {list(shape)}")
 
@@ -122,14 +116,14 @@ def check_block_table(device: torch.device, table: Geometry, cache: Geometry) ->
     """A block table, and blocks of whole units of 16 tokens, which is how many kernels look up at a time."""
     if len(table.shape) != 2 or not _follow(table):
         raise ValueError(f"got block_table {list(table.shape)}; it must be [max_sequences, max_blocks], in order")
-    _check_int32(device, "block_table", table)
+    _check_kind("block_table", table, torch.int32, device)
     if not cache.shape[1] or cache.shape[1] % 16:
         raise ValueError(f"got blocks of {cache.shape[1]} tokens; the block size must be a multiple of 16")
 
 
-def _check_int32(device: torch.device, name: str, tensor: Geometry) -> None:
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"got {name} of {tensor.dtype}; it must be torch.int32")
+def _check_kind(name: str, tensor: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"got {name} of {tensor.dtype}; it must be {dtype}")
     if tensor.device != device:
         raise ValueError(f"got {name} on {tensor.device}; the other tensors are on {device}")
 
@@ -180,10 +174,7 @@ def check_rotation(k: Geometry, query: Geometry, rotated: Geometry, cos: Geometr
     if cos.shape[1] * k.dtype.itemsize % (2 * ALIGNMENT):
         raise ValueError(f"got cos {list(cos.shape)} of {cos.dtype}; half its width must be a multiple of 16 bytes")
     for name, tensor in {"query": query, "rotated": rotated, "cos": cos, "sin": sin}.items():
-        if tensor.dtype != k.dtype:
-            raise TypeError(f"got {name} of {tensor.dtype} for k of {k.dtype}; it must be the same")
-        if tensor.device != k.device:
-            raise ValueError(f"got {name} on {tensor.device}; k is on {k.device}")
+        _check_kind(name, tensor, k.dtype, k.device)
         _check_vectors(name, tensor)
 
 
@@ -221,8 +212,8 @@ def check_attention(
         scales = k_scales if name == "k" else v_scales if name == "v" else None
         if name != "out" and (scales is not None or tensor.dtype in LARGEST):
             check_scales(name, tensor, q, f"{name}_scales", scales)
-        elif tensor.dtype != q.dtype:
-            raise TypeError(f"got {name} of {tensor.dtype} for q of {q.dtype}; it must be the same")
+        else:
+            _check_kind(name, tensor, q.dtype, q.device)
         if tensor.device != q.device:
             raise ValueError(f"got {name} on {tensor.device}; q is on {q.device}")
     if k.dtype != v.dtype:
@@ -246,9 +237,6 @@ def _check_latents(k: Geometry, v: Geometry) -> None:
 
 def check_sinks(sinks: Geometry, q: Geometry) -> None:
     """A logit for each query head."""
-    if sinks.dtype != torch.float32:
-        raise TypeError(f"got sinks of {sinks.dtype}; it must be torch.float32")
-    if sinks.device != q.device:
-        raise ValueError(f"got sinks on {sinks.device}; q is on {q.device}")
+    _check_kind("sinks", sinks, torch.float32, q.device)
     if sinks.shape != q.shape[-2:-1] or not _follow(sinks):
         raise ValueError(f"got sinks {list(sinks.shape)}; it must be contiguous {list(q.shape[-2:-1])}")

@@ -16,12 +16,14 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import llvmlite.ir as llvm
 import numpy as np
 import torch
 from numba import cuda, types
@@ -42,14 +44,13 @@ float32, int64, uint32 = (np.float32, np.int64, np.uint32) if SIMULATED else (ty
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Makes a function one for kernels, put in place wherever it is called: structs that it takes or gives cost nothing.
+# Annotations are for readers and for mypy. A local array, which stays in registers, is `Any`.
 inlined: Callable[[Function], Function] = device_function if SIMULATED else cuda.jit(device=True, inline="always")
-"""Makes a function one for kernels, put in place wherever it is called: structs that it takes or gives cost nothing.
 
-Annotations are for readers and for mypy. A local array, which stays in registers, is `Any`.
-"""
-
+# Register classes of inline assembly: 32-bit and 64-bit integers, 32-bit floats.
 REGISTERS = {"r": types.uint32, "l": types.int64, "f": types.float32}
-"""Register classes of inline assembly: 32-bit and 64-bit integers, 32-bit floats."""
+LLVM = {"r": llvm.IntType(32), "l": llvm.IntType(64), "f": llvm.FloatType()}
 
 
 def instruction(
@@ -70,25 +71,22 @@ def instruction(
     """
     if SIMULATED:
         return meaning
-    from llvmlite import ir
     from numba.cuda.core import targetconfig
 
-    llvm = _llvm_registers()
-    results = [llvm[kind] for kind in outputs]
-    result = ir.VoidType() if not results else results[0] if len(results) == 1 else ir.LiteralStructType(results)
+    results = [LLVM[kind] for kind in outputs]
+    if not outputs:
+        result, returned = llvm.VoidType(), types.void
+    elif len(outputs) == 1:
+        result, returned = results[0], REGISTERS[outputs]
+    else:
+        result, returned = llvm.LiteralStructType(results), types.UniTuple(REGISTERS[outputs[0]], len(outputs))
     clobbers = [] if pure or reads_only else ["~{memory}"]
     constraints = ",".join([f"={kind}" for kind in outputs] + list(inputs) + clobbers)
-    if not outputs:
-        returned = types.void
-    elif len(outputs) == 1:
-        returned = REGISTERS[outputs]
-    else:
-        returned = types.UniTuple(REGISTERS[outputs[0]], len(outputs))
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(result, [llvm[register] for register in inputs])
+        kind = llvm.FunctionType(result, [LLVM[register] for register in inputs])
         older = before_hopper and targetconfig.ConfigStack().top().compute_capability < (9, 0)
-        assembly = ir.InlineAsm(kind, before_hopper if older else asm, constraints, side_effect=not pure)
+        assembly = llvm.InlineAsm(kind, before_hopper if older else asm, constraints, side_effect=not pure)
         value = builder.call(assembly, list(arguments), attrs=("convergent",) if convergent else ())
         if not outputs:
             return context.get_dummy_value()
@@ -102,33 +100,26 @@ def instruction(
 
 
 def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str, meaning: Callable[..., Any]) -> Any:
-    """A function for kernels that is PTX on a whole local array of floats, which stays in registers.
-
-    Its first argument is the array, of which every element is read and written; threads execute it together.
+    """A function for kernels that is PTX on a local array of so many floats, its first argument, which stays in
+    registers. Every element is read and written; threads execute it together.
 
     Args:
         asm: a format string, with {array} for the array's registers, {0}, {1}, ... for inputs, and `facts`' names.
-        size: elements of the array.
-        inputs: a register class for each input.
-        meaning: what it does to the array, in Python, for the simulator.
+        inputs, meaning: as in `instruction`.
     """
     if SIMULATED:
         return meaning
-    from llvmlite import ir
-
-    llvm = _llvm_registers()
     names = [f"${size * 2 + index}" for index in range(len(inputs))]
     text = asm.format(*names, array=", ".join(f"${index}" for index in range(size)), **facts) if facts else asm
     constraints = ",".join(["=f"] * size + [str(index) for index in range(size)] + list(inputs) + ["~{memory}"])
-    kind = ir.FunctionType(
-        ir.LiteralStructType([ir.FloatType()] * size), [ir.FloatType()] * size + [llvm[register] for register in inputs]
-    )
+    floats = [LLVM["f"]] * size
+    kind = llvm.FunctionType(llvm.LiteralStructType(floats), floats + [LLVM[register] for register in inputs])
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-        places = [builder.gep(data, [ir.Constant(ir.IntType(32), index)]) for index in range(size)]
+        places = [builder.gep(data, [llvm.Constant(LLVM["r"], index)]) for index in range(size)]
         operands = [builder.load(place) for place in places] + list(arguments[1:])
-        assembly = ir.InlineAsm(kind, text, constraints, side_effect=True)
+        assembly = llvm.InlineAsm(kind, text, constraints, side_effect=True)
         value = builder.call(assembly, operands, attrs=("convergent",))
         for index, place in enumerate(places):
             builder.store(builder.extract_value(value, index), place)
@@ -139,31 +130,17 @@ def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str
 
 
 def instruction_on_address(asm: str, meaning: Callable[..., Any]) -> Any:
-    """A function for kernels that is one PTX instruction, which makes one address ($0) of an array's address ($1).
-
-    Args:
-        asm: the instruction.
-        meaning: what it makes of the array, in Python, for the simulator.
-    """
+    """A function for kernels that is one PTX instruction, which makes one address ($0) of an array's address ($1)."""
     if SIMULATED:
         return meaning
-    from llvmlite import ir
-
-    address = _llvm_registers()["l"]
-    assembly = ir.InlineAsm(ir.FunctionType(address, [address]), asm, "=l,l")
+    address = LLVM["l"]
+    assembly = llvm.InlineAsm(llvm.FunctionType(address, [address]), asm, "=l,l")
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
         return builder.call(assembly, [builder.ptrtoint(data, address)])
 
     return _make_intrinsic(1, lambda array: REGISTERS["l"](array), codegen)
-
-
-def _llvm_registers() -> dict[str, Any]:
-    """What `REGISTERS` are to LLVM."""
-    from llvmlite import ir
-
-    return {"r": ir.IntType(32), "l": ir.IntType(64), "f": ir.FloatType()}
 
 
 def _make_intrinsic(parameters: int, signature_of: Callable[..., Any], codegen: Callable[..., Any]) -> Any:
@@ -233,37 +210,23 @@ def _zero(cu: Any, address: int, nbytes: int) -> Any:
     return status
 
 
-TYPES = {int: types.int64, float: types.float32, bytes: types.int64}
-"""What they are to the compiler; of a tensor map the code gets the address."""
-
+TYPES = {int: types.int64, float: types.float32, bytes: types.int64}  # code gets the address of a tensor map
 Structs = tuple[type[Any], ...]  # a kernel's parameters: named tuples of `int`, `float` and `bytes`
 
 
+@dataclass(eq=False)
 class Kernel:
-    """A kernel, made when it is first launched.
+    """A kernel, made when it is first launched."""
 
-    Args:
-        factory: makes the kernel, a plain Python function, from `constants`.
-        constants: what is fixed at compile time.
-        structs: what it takes: each parameter of the function is a struct, each field of it an argument.
-        threads: threads of a block.
-        blocks_per_sm: as many blocks are to fit on a multiprocessor; bounds the registers.
-        shared_bytes: dynamic shared memory of a block.
-        hopper: it uses instructions that only compute capability 9.0 has.
-    """
-
-    def __init__(
-        self, factory: Callable[..., Any], constants: tuple[Any, ...], structs: Structs, threads: int, *,
-        blocks_per_sm: int = 1, shared_bytes: int = 0, hopper: bool = False,
-    ) -> None:  # fmt: skip
-        self.factory = factory
-        self.constants = constants
-        self.structs = structs
-        self.threads = threads
-        self.blocks_per_sm = blocks_per_sm
-        self.shared_bytes = shared_bytes
-        self.hopper = hopper
-        self._handles: dict[int, Any] = {}
+    factory: Callable[..., Any]  # makes the kernel, a plain Python function, from `constants`
+    constants: tuple[Any, ...]  # what is fixed at compile time
+    structs: Structs  # each parameter of the function is a struct, each field of it an argument
+    threads: int  # of a block
+    _: KW_ONLY
+    blocks_per_sm: int = 1  # as many blocks are to fit on a multiprocessor; bounds the registers
+    shared_bytes: int = 0  # dynamic shared memory of a block
+    hopper: bool = False  # it uses instructions that only compute capability 9.0 has
+    _handles: dict[int, Any] = field(default_factory=dict, init=False)
 
     def handle(self, index: int) -> Any:
         """The driver's handle of it on the CUDA device `index`, where it is loaded if it was not."""

@@ -22,7 +22,7 @@ from numba import cuda
 
 from .arguments import (
     NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, make_addressing,
-    make_first_query, row_of, scales_of,
+    first_query, row_of, scales_of,
 )  # fmt: skip
 from .compiler import float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_settle, make_shares, results_of
@@ -55,7 +55,7 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
 
     @inlined
     def to_f16(words: Any, at: int, lane: int) -> tuple[float, float]:
-        """Brings a lane's query to where f16 has most digits; what takes its own two columns' scores back."""
+        """Brings a lane's query to where f16 has most digits; the factors that take its columns' scores back."""
         top = float32(0)
         for i in range(num_words):
             top = maximum(top, maximum(abs(low(words[at + i])), abs(high(words[at + i]))))
@@ -69,15 +69,12 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
 
     @inlined
     def load_queries(words: Any, at: int, octet: Octet, q: int, strides: Strides, lane: int) -> tuple[float, float]:
-        """From the address of the sequence's first query, to words from `at` on. What there is none of is 0. What the
-        scores of a lane's columns are to be multiplied by."""
+        """From the address of the sequence's first query, to words from `at` on; queries and dims that are missing are
+        0. Returns factors of the scores of a lane's two columns."""
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
-        source = (
-            q
-            + query // heads_per_kv * strides.q_token
-            + (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q_head
-        )
+        source = q + query // heads_per_kv * strides.q_token
+        source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q_head
         for w in range(k_row):
             offset = place_of(w, lane & 3) * vectors
             inside = number < per_head and offset < head_dim * 2
@@ -95,23 +92,20 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
     return load_queries
 
 
-def are_shared(variant: Variant, queries: Queries) -> bool:
-    """Whether a warp's queries are in shared memory; none of those are brought to f16."""
-    return variant.head_dim > 80 and queries.at_once > 2
+WORD_BYTES = 128  # of a word of each lane in shared memory, where pairs of words lie side by side
 
 
 def shared_bytes_of(variant: Variant, queries: Queries) -> int:
-    """Dynamic shared memory: of results, and behind these of queries; 0 where it is static."""
-    if not are_shared(variant, queries):
+    """Dynamic shared memory: of results, and behind these of queries, where sums leave them no registers. 0: shared
+    memory is static; queries that are brought to f16 are never in it."""
+    if variant.head_dim <= 80 or queries.at_once <= 2:
         return 0
     return results_of(queries, variant.head_dim).nbytes + queries.octets * words_of(variant).q * WORD_BYTES
 
 
-WORD_BYTES = 128  # of a word of each lane in shared memory, where pairs of words lie side by side
-
-
 def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
-    """Functions for kernels: take a warp's queries, and a pair of their words, of what that gave."""
+    """Functions for kernels: take a warp's queries, from an octet on as many as it works on at once, to registers or to
+    shared memory; and a pair of their words, of what that gave."""
     load_queries = make_load_queries(variant, queries)
     at_once, sharing, token_warps = queries.at_once, queries.sharing, queries.token_warps
     num_words = words_of(variant).q
@@ -119,7 +113,6 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
 
     @inlined
     def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, strides: Strides, warp: int, lane: int) -> Any:
-        """From an octet on as many as are worked on at once; `words` and `lifts` are of the lane's registers."""
         for o in range(at_once):
             each = Octet(octet.kv_head, octet.column + 8 * o)
             lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, strides, lane)
@@ -148,15 +141,12 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     def pair_of_shared(held: int, word: int) -> tuple[int, int]:
         return load_shared_8(held + word * WORD_BYTES)
 
-    return (take_to_shared, pair_of_shared) if are_shared(variant, queries) else (take, pair_of)
+    return (take_to_shared, pair_of_shared) if shared_bytes_of(variant, queries) else (take, pair_of)
 
 
 def registers_for(variant: Variant) -> tuple[int, ...]:
-    """How many blocks of threads a multiprocessor has registers for, with one octet at once in a warp, with two, ...
-
-    Of narrow heads, and of 8-bit numbers, a warp has few bytes on their way, in few registers: with more warps there
-    are as many bytes. Wide heads leave no room for them.
-    """
+    """Blocks of threads that a multiprocessor has registers for, with one octet at once in a warp, with two, ... Of
+    narrow heads and 8-bit numbers a warp has few bytes on their way, in few registers; more warps make up for it."""
     if variant.kv_dtype:
         return (4,) if variant.head_dim <= 128 else (2,)
     return {64: (4, 3, 2, 2), 80: (3, 3, 2, 2), 96: (3, 2, 2, 2), 128: (2, 2, 2, 2)}.get(variant.head_dim, (2,))
@@ -175,32 +165,27 @@ def blocks_that_fit(variant: Variant, queries: Queries) -> int:
     return registers_for(variant)[queries.at_once - 1]
 
 
-def make_visible_of(variant: Variant, queries: Queries) -> Any:
-    """A function for kernels: the keys of a piece that two queries of a lane see."""
-    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
-
-    @inlined
-    def visible_of(piece: Piece, column: int, window: int) -> Visible:
-        """Of the queries of this number and the next; those that there are not see as much as the last."""
-        high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
-        high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
-        low0 = max(piece.first, high0 - window) if windowed else piece.first
-        low1 = max(piece.first, high1 - window) if windowed else piece.first
-        return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
-
-    return visible_of
+@inlined
+def visible_of(piece: Piece, column: int, window: int, heads_per_kv: int, q_len: int, windowed: bool) -> Visible:
+    """The keys of a piece that two queries of a lane see, of number `column` and the next; missing queries see as
+    much as the last."""
+    high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
+    high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
+    low0 = max(piece.first, high0 - window) if windowed else piece.first
+    low1 = max(piece.first, high1 - window) if windowed else piece.first
+    return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
 
 
 def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
-    """A function for kernels: the attention of a warp's octets to its tokens."""
+    """A function for kernels: the attention of a warp's octets, from a column on, to its tokens, from one on; other
+    warps have those in between. Of each octet a lane has two columns' maxima, and weights' sums over its tokens."""
     at_once, scaled = queries.at_once, variant.kv_dtype is not None
     k_words, v_words, _, num_sums = words_of(variant)
     columns, num_scores, all_sums = 2 * at_once, 4 * at_once, num_sums * at_once
     stride = queries.token_warps * UNIT
-
     home_of, _ = make_addressing(variant.block_size)
     load_k, load_v, load_scales = make_loads(variant)
-    visible_of = make_visible_of(variant, queries)
+    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
     score, weigh = make_score(variant, pair_of), make_weigh(variant)
     accumulate = make_accumulate(variant, at_once)
 
@@ -209,8 +194,6 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
         sums: Any, maxima: Any, weights: Any, held: Any, lifts: Any, k: Tokens, v: Tokens, k_scales: Tokens,
         v_scales: Tokens, row: Row, piece: Piece, token: int, column: int, scoring: Scoring, lane: int,
     ) -> None:  # fmt: skip
-        """From a token on; other warps have those in between. The first octet begins at a column; of each octet a lane
-        has two columns' maxima, and of their weights' sums what is of its own tokens."""
         k_fragment = cuda.local.array(k_words, uint32)
         v_fragment = cuda.local.array(v_words, uint32)
         scores = cuda.local.array(num_scores, float32)
@@ -232,7 +215,8 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
         while token < piece.token_end:
             t = token + (lane >> 2)
             for o in range(at_once):
-                visible = visible_of(piece, column + 8 * o + 2 * (lane & 3), scoring.window)
+                number = column + 8 * o + 2 * (lane & 3)
+                visible = visible_of(piece, number, scoring.window, heads_per_kv, q_len, windowed)
                 s = score(k_fragment, held, lifts, o, k0, k1, scoring.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
@@ -281,12 +265,12 @@ def make_put_results(variant: Variant, queries: Queries) -> Any:
                 for w in range(v_row):
                     dim = place_of(w, lane >> 2) * dims // 4
                     if dim < head_dim:
-                        to = results.sums + column * results.stride + dim
+                        to = column * results.stride + dim
                         for d in range(dims):
                             shared[to + d] = sums[o * num_sums + (w * dims + d) // 2 * 4 + d % 2 * 2 + i]
 
     def make_put(last: int) -> Any:
-        """Of the octets up to one. The compiler leaves a loop of so many steps, and then sums are not in registers."""
+        """Of the octets up to one: a loop of so many steps is not unrolled, and then sums are not in registers."""
         if last == 0:
 
             @inlined
@@ -310,14 +294,13 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     """The kernel as a Python function."""
     head_dim = variant.head_dim
     octets, octets_per_head = queries.octets, queries.octets_per_head
-    at_once, sharing, team = queries.at_once, queries.sharing, queries.team
+    at_once, sharing, team, mixed = queries.at_once, queries.sharing, queries.team, queries.mixed
     _, _, q_words, num_sums = words_of(variant)
     dynamic = shared_bytes_of(variant, queries) > 0
     shared_floats = 0 if dynamic else results_of(queries, head_dim).floats
     all_words, all_sums, columns = q_words * (1 if dynamic else at_once), num_sums * at_once, 2 * at_once
 
     share_of_block, piece_at, sequence_after, is_empty = make_shares(queries, variant.windowed, variant.cascaded)
-    first_query = make_first_query(queries.mixed)
     take_queries, pair_of = make_queries(variant, queries)
     attend = make_attend(variant, queries, pair_of)
     put_results = make_put_results(variant, queries)
@@ -354,7 +337,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
             row = row_of(sequence, at, strides)
             k, v = head_of(kv_head, at, strides)
             k_scales, v_scales = scales_of(kv_head, at, strides)
-            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token, mixed)
             held = take_queries(q_fragment, lifts, shared, Octet(kv_head, column), q, strides, warp, lane)
             attend(
                 sums, maxima, weights, held, lifts, k, v, k_scales, v_scales, row, piece, token, column, scoring, lane

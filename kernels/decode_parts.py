@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Addresses, Groups, Sizes, Strides, first_token, make_first_query, make_ragged, sequence_of
+from .arguments import Addresses, Groups, Sizes, Strides, first_token, first_query, make_ragged, sequence_of
 from .compiler import float32, inlined, int64
 from .decode_products import THREADS, UNIT, Piece, Queries
 from .memory import (
     FLOOR, HALVES, LOG2E, divide, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, maximum,
     reciprocal, store_8, store_f32, store_f32x4,
 )  # fmt: skip
-from .prompts import PrefixParts, make_parts_of_query, make_prefix_of, make_tokens_of_part
+from .prompts import PrefixParts, make_parts_of_query, prefix_of, tokens_of_part
 
 LEAST_SHARE = 8  # units of a share at least, so that short sequences are not cut to crumbs
 
@@ -53,10 +53,9 @@ class Share(NamedTuple):
 
 
 def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any, Any]:
-    """Functions for kernels: this block's share, the piece that a unit begins, the sequence after one, and whether one
-    is empty."""
+    """Functions for kernels: this block's share, the piece that a unit begins, a share's next sequence, and whether
+    a sequence is empty. The lanes of a warp call the first together."""
     q_len, mixed, team = queries.q_len, queries.mixed, queries.team
-    prefix_of = make_prefix_of(q_len)
 
     @inlined
     def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
@@ -66,12 +65,11 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         if windowed:
             first = max(first, length - q_len + 1 - lengths.window)
         if cascaded:
-            first = prefix_of(sequence, length, lengths.seq_lens, lengths.groups)
+            first = prefix_of(sequence, length, lengths.seq_lens, lengths.groups, q_len)
         return min(first, length), length
 
     @inlined
     def takes_part(sequence: int, lengths: Lengths) -> bool:
-        """Whether it has as many queries as the kernel is for."""
         if mixed:
             begin = load_i32(lengths.cu_seqlens + sequence * 4)
             return load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin == q_len
@@ -79,24 +77,22 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
 
     @inlined
     def units_of(sequence: int, lengths: Lengths) -> int:
-        """One that sees none of its tokens has a unit as well: somebody must write its output."""
         if not takes_part(sequence, lengths):
             return 0
         first, length = span(sequence, lengths)
         if length <= 0:
             return 0
+        # A sequence whose queries see none of its tokens has a unit as well, by which its output is written.
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
 
     @inlined
     def is_empty(sequence: int, lengths: Lengths) -> bool:
-        """Whether it takes part without a token."""
         return load_i32(lengths.seq_lens + sequence * 4) <= 0 and takes_part(sequence, lengths)
 
     total, locate = make_ragged(units_of)
 
     @inlined
     def share_of_block(batch: int, lengths: Lengths, lane: int) -> Share:
-        """The lanes of a warp look together."""
         units, teams = total(batch, lengths, lane), cuda.gridDim.x // team
         size = max(divide(units + teams - 1, teams), LEAST_SHARE)
         number = cuda.blockIdx.x // team
@@ -106,7 +102,7 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
 
     @inlined
     def piece_at(unit: int, share: Share, sequence: int, before: int, lengths: Lengths) -> Piece:
-        """From a unit of a share on; `before` are the units of the sequences before."""
+        """`before` are the units of the sequences before."""
         first, length = span(sequence, lengths)
         bundle_units = divide(units_of(sequence, lengths), lengths.rounds)
         turn = divide(unit - before, bundle_units)
@@ -114,22 +110,12 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         piece_end = min(begin + bundle_units, share.end)
         origin = (first // UNIT - begin) * UNIT  # where unit 0 would lie
         return Piece(
-            sequence=sequence,
-            first=first,
-            last=length - 1,
-            round=turn,
-            bundle=turn * team + share.member,
-            bundle_begin=begin,
-            bundle_end=begin + bundle_units,
-            begin=unit,
-            end=piece_end,
-            token=origin + unit * UNIT,
-            token_end=min(origin + piece_end * UNIT, length) if first < length else 0,
-        )
+            sequence, first, length - 1, turn, turn * team + share.member, begin, begin + bundle_units, unit, piece_end,
+            origin + unit * UNIT, min(origin + piece_end * UNIT, length) if first < length else 0,
+        )  # fmt: skip
 
     @inlined
     def sequence_after(sequence: int, share: Share, unit: int, lengths: Lengths) -> int:
-        """The next sequence of a share, whose first unit this is."""
         sequence += 1
         while unit < share.end and units_of(sequence, lengths) == 0:
             sequence += 1
@@ -141,8 +127,7 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
 class Results(NamedTuple):
     """Where the warps' results are in shared memory, in floats: one for each warp with tokens of its own, and query."""
 
-    sums: int  # of V, for each dim
-    stride: int  # from one query's to the next's: not all of them begin in the same bank
+    stride: int  # of sums of V, from one query's to the next's: not all of them begin in the same bank
     maxima: int
     weights: int  # their sums
     arrived: int  # how many parts there were before this block's: one float
@@ -158,8 +143,7 @@ def results_of(queries: Queries, head_dim: int) -> Results:
     """What a block's warps leave."""
     columns = queries.token_warps * queries.per_bundle
     stride = head_dim + 1
-    sums, *others = accumulate((columns * stride, columns, columns, 1), initial=0)
-    return Results(sums, stride, *others)
+    return Results(stride, *accumulate((columns * stride, columns, columns, 1)))
 
 
 def part_bytes(queries: Queries, head_dim: int) -> int:
@@ -189,43 +173,17 @@ class Parts(NamedTuple):
     num_parts: int
 
 
-def make_add_warps(queries: Queries, head_dim: int) -> Any:
-    """A function for kernels that adds up what warps left of an item: four dims of query `item // (head_dim // 4)`."""
-    results, quarter = results_of(queries, head_dim), head_dim // 4
-    per_bundle, token_warps = queries.per_bundle, queries.token_warps
-
-    @inlined
-    def add_warps(shared: Any, item: int, outer: float) -> Sum:
-        query = item // quarter
-        m = float32(FLOOR)
-        for w in range(token_warps):
-            m = maximum(m, shared[results.maxima + w * per_bundle + query])
-        weights = float32(0)
-        o = cuda.local.array(4, float32)
-        for j in range(4):
-            o[j] = float32(0)
-        for w in range(token_warps):
-            column = w * per_bundle + query
-            weight = exp2((shared[results.maxima + column] - m) * outer)
-            weights += weight * shared[results.weights + column]
-            for j in range(4):
-                o[j] += weight * shared[results.sums + column * results.stride + item % quarter * 4 + j]
-        return Sum(m, weights, o[0], o[1], o[2], o[3])
-
-    return add_warps
-
-
 def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
-    """Functions for kernels: a block's part of a bundle, all of its parts; put an item to a part, add it up from all.
+    """Functions for kernels: a block's part of a bundle, all of a bundle's parts; put an item to a part, add it up.
 
-    A block has two parts at most: of the bundle that its share begins in the midst of, and of that which it ends in.
+    A block has two parts at most: of the bundle in which its share begins, and of the one in which it ends.
     """
     quarter, nbytes = head_dim // 4, part_bytes(queries, head_dim)
     share_bytes, sums_bytes = 2 * queries.team * nbytes, queries.per_bundle * head_dim * 4
 
     @inlined
     def part_of(number: int, share: Share, bundle_begin: int, partials: int) -> int:
-        """Of the block that is in the team of the share of this number what this one is in its own."""
+        """Of the block that has the same place in the team of the share of this number."""
         where = 2 * share.member + (1 if number * share.size < bundle_begin else 0)
         return partials + number * share_bytes + where * nbytes
 
@@ -254,42 +212,14 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
     return part_of, parts_of, put_part, make_add_parts(place_of)
 
 
-def make_add_prefix(queries: Queries, head_dim: int) -> Any:
-    """A function for kernels that adds the parts of its query's prefix to an item."""
-    heads_per_kv, q_len, quarter = queries.heads_per_kv, queries.q_len, head_dim // 4
-    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
-    tokens_of_part = make_tokens_of_part(heads_per_kv * q_len)
-
-    @inlined
-    def place_of(parts: PrefixParts, index: int, item: int) -> tuple[int, int]:
-        return parts.sums + index * parts.sums_stride + item % quarter * 16, parts.state + index * parts.state_stride
-
-    add_parts = make_add_parts(place_of)
-
-    @inlined
-    def add_prefix(
-        total: Sum, item: int, query: int, kv_head: int, piece: Piece, sizes: Sizes, groups: Groups, outer: float
-    ) -> Sum:
-        """A piece's first token is the one behind the prefix."""
-        place = piece.sequence * q_len + query // heads_per_kv
-        tokens = tokens_of_part(sequence_of(piece.sequence, groups.cu_groups, groups.num_groups), piece.first, groups)
-        num_parts = divide(piece.first + tokens - 1, tokens)
-        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, sizes, groups)
-        return add_parts(total, parts, item, outer)
-
-    return add_prefix
-
-
 def make_add_parts(place_of: Any) -> Any:
-    """A function for kernels that adds some parts to an item.
+    """A function for kernels that adds parts to an item, eight at a time, so that they come together.
 
-    Args:
-        place_of: an inlined device function: where the part of an index has the item's sums, and maximum and weights.
+    `place_of` is an inlined function: where the part of an index has the item's sums, and maximum and weights.
     """
 
     @inlined
     def add_parts(total: Sum, parts: Any, item: int, outer: float) -> Sum:
-        """Eight at a time, so that they come together."""
         m, weights, o0, o1, o2, o3 = total
         o = cuda.local.array(4, float32)
         o[0], o[1], o[2], o[3] = o0, o1, o2, o3
@@ -328,7 +258,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     """Functions for kernels: which query an item is of, and its output."""
     pack, heads_per_kv, octets_per_head = HALVES[dtype].pack, queries.heads_per_kv, queries.octets_per_head
     octets, per_octet = queries.octets, queries.per_octet
-    first_query = make_first_query(queries.mixed)
+    mixed = queries.mixed
 
     @inlined
     def query_of(item: int, bundle: int) -> tuple[int, int]:
@@ -346,7 +276,11 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
         scale = float32(0) if weights == float32(0) else reciprocal(weights)
-        to = at.out + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token) + item % quarter * 8
+        to = (
+            at.out
+            + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token, mixed)
+            + item % quarter * 8
+        )
         to += query // heads_per_kv * strides.out_token + head * strides.out_head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 
@@ -354,7 +288,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
 
 
 def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
-    """A function for kernels that makes the outputs of an empty sequence, in so many bundles: zeros."""
+    """A function for kernels that makes the outputs of an empty sequence of so many bundles: zeros."""
     per_head, items = queries.per_head, queries.per_bundle * head_dim // 4
     query_of, finish = make_finish(dtype, queries, head_dim // 4)
 
@@ -371,17 +305,56 @@ def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
 
 
 def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: bool) -> Any:
-    """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory."""
-    results, per_head, items = results_of(queries, head_dim), queries.per_head, queries.per_bundle * head_dim // 4
-    add_warps = make_add_warps(queries, head_dim)
+    """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory; the
+    block's threads meet before and after they read it."""
+    results, per_head, quarter = results_of(queries, head_dim), queries.per_head, head_dim // 4
+    per_bundle, token_warps, items = queries.per_bundle, queries.token_warps, queries.per_bundle * quarter
+    heads_per_kv, q_len, per_sequence = queries.heads_per_kv, queries.q_len, queries.per_head
     part_of, parts_of, put_part, add_parts = make_parts(queries, head_dim)
-    query_of, finish = make_finish(dtype, queries, head_dim // 4)
-    add_prefix = make_add_prefix(queries, head_dim)
+    query_of, finish = make_finish(dtype, queries, quarter)
+    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
+
+    @inlined
+    def add_warps(shared: Any, item: int, outer: float) -> Sum:
+        """Of an item: four dims of query `item // quarter`."""
+        query = item // quarter
+        m = float32(FLOOR)
+        for w in range(token_warps):
+            m = maximum(m, shared[results.maxima + w * per_bundle + query])
+        weights = float32(0)
+        o = cuda.local.array(4, float32)
+        for j in range(4):
+            o[j] = float32(0)
+        for w in range(token_warps):
+            column = w * per_bundle + query
+            weight = exp2((shared[results.maxima + column] - m) * outer)
+            weights += weight * shared[results.weights + column]
+            for j in range(4):
+                o[j] += weight * shared[column * results.stride + item % quarter * 4 + j]
+        return Sum(m, weights, o[0], o[1], o[2], o[3])
+
+    @inlined
+    def place_of_prefix(parts: PrefixParts, index: int, item: int) -> tuple[int, int]:
+        return parts.sums + index * parts.sums_stride + item % quarter * 16, parts.state + index * parts.state_stride
+
+    add_parts_of_prefix = make_add_parts(place_of_prefix)
+
+    @inlined
+    def add_prefix(
+        total: Sum, item: int, query: int, kv_head: int, piece: Piece, sizes: Sizes, groups: Groups, outer: float
+    ) -> Sum:
+        """A piece's first token is the one behind the prefix."""
+        place = piece.sequence * q_len + query // heads_per_kv
+        group = sequence_of(piece.sequence, groups.cu_groups, groups.num_groups)
+        tokens = tokens_of_part(group, piece.first, groups, per_sequence)
+        num_parts = divide(piece.first + tokens - 1, tokens)
+        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, sizes, groups)
+        return add_parts_of_prefix(total, parts, item, outer)
 
     @inlined
     def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
-        """Whether the others of so many parts are there, once this block's is; then they may be read. What its threads
-        stored before they met is there for who finds that it was counted: an order that barriers and counters keep."""
+        """Whether this block's part is the last of so many; then all may be read: barriers and counters keep that what
+        a block's threads stored before they met is visible to a block that sees it counted."""
         if thread == 0:
             shared[results.arrived] = float32(increment(counter, num_parts - 1))
         cuda.syncthreads()
@@ -392,7 +365,6 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         shared: Any, piece: Piece, share: Share, bundles: int, at: Addresses, sizes: Sizes, strides: Strides,
         groups: Groups, outer: float, thread: int,
     ) -> None:  # fmt: skip
-        """Called by all threads of a block, which meet before and after they read the results."""
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
         mine = part_of(share.number, share, piece.bundle_begin, at.partials)
         cuda.syncthreads()

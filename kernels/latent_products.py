@@ -29,7 +29,7 @@ from .compiler import float32, inlined, instruction, int64, uint32
 from .latents import WARPS, Job, Part, dims_of, latent_queries, make_copies, sums_of
 from .memory import HALVES, commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
 from .softmax import (
-    Softmax, Visible, begin_softmax, make_add, make_add_values, make_mask, pitch_of, raise_maxima, rescale, weigh,
+    Softmax, Visible, begin_softmax, make_add, make_add_values, mask, pitch_of, raise_maxima, rescale, weigh,
 )  # fmt: skip
 from .warp import (
     ATOM_BYTES, PANEL, ROW_BYTES, any_lane, begin_products, commit_products, load_matrices, make_multiply_registers,
@@ -46,12 +46,8 @@ def parts_of(queries: int) -> int:
 
 
 def mma_blocks_per_sm(queries: int, shared_bytes: int) -> int:
-    """Two with few queries, whose sums leave registers for it: one copies while the other waits for its warps.
-
-    Args:
-        queries: of a block of threads.
-        shared_bytes: what a block of threads may have.
-    """
+    """Two with few queries a block, whose sums leave registers for it: one copies while the other waits for its warps.
+    `shared_bytes` is what a block may have."""
     return 2 if queries == 16 and mma_shared_of(queries, 2).nbytes <= shared_bytes // 2 - 1024 else 1
 
 
@@ -161,7 +157,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
     hold, score, num_fragments = make_mma_score(variant.dtype, queries, queries == 16 and slots > 2)
     leave, take = make_mma_exchange(queries)
     add_values = make_add_values(variant.dtype, dims_of(queries))
-    mask = make_mask(variant.softcapped, num_scores)
+    softcapped = variant.softcapped
     wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
@@ -204,7 +200,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             leave(scores, base + shared.scores, part, lane)
             cuda.syncthreads()  # scores are there
             take(scores, base + shared.scores, part, lane)
-            mask(scores, key, visible, scoring.inner, lane)
+            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
             softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
             softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
@@ -314,7 +310,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
     num_sums, num_scores, num_weights = sums_of(WGMMA_QUERIES), TILE // 2, TILE // 4
     copy_queries, look_up, copy_tile, turns = make_copies(variant, WGMMA_QUERIES, TILE, ROW_BYTES)
     begin_scores, leave, take, begin_sums = make_wgmma_products(variant.dtype)
-    mask = make_mask(variant.softcapped, num_scores)
+    softcapped = variant.softcapped
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
@@ -327,7 +323,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
     ) -> tuple[Softmax, float, float]:  # fmt: skip
         """Makes a warpgroup's scores weights, once the other's are there."""
         take(scores, exchange, part, lane)
-        mask(scores, key, visible, scoring.inner, lane)
+        mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
         softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
         return weigh(scores, num_scores, softmax, scoring.outer), a0, a1
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from .arguments import (
-    LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, make_addressing, make_first_query,
+    LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, make_addressing, first_query,
 )  # fmt: skip
 from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
@@ -84,16 +84,11 @@ class Part(NamedTuple):
     dims: int  # the first of V that it has
 
 
-def make_part_of(queries: int) -> Any:
-    """A function for kernels: a warp's part of the work."""
-    strips, dims = queries // 16, dims_of(queries)
-
-    @inlined
-    def part_of(warp: int) -> Part:
-        number = warp // strips
-        return Part(warp % strips, number % 2, number // 2, number * dims)
-
-    return part_of
+@inlined
+def part_of(warp: int, strips: int, dims: int) -> Part:
+    """A warp's part of the work, of so many strips, where a warp has so many dims of V."""
+    number = warp // strips
+    return Part(warp % strips, number % 2, number // 2, number * dims)
 
 
 def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> tuple[Any, Any, Any, int]:
@@ -135,7 +130,6 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
 
     @inlined
     def copy_tile(to: int, homes: Any, key: int, job: Job, thread: int) -> None:
-        """Those that are not there repeat one that is."""
         for turn in range(turns):
             line = turn * TOGETHER + (thread >> 3)
             if line < tile:
@@ -145,24 +139,20 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
     return copy_queries, look_up, copy_tile, turns
 
 
-def make_visible_of(variant: Variant) -> Any:
-    """A function for kernels: the keys that a lane's two queries see."""
-    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-
-    @inlined
-    def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
-        """Of the queries of this number and 8 further on, of so many tokens; behind the last there is it again."""
-        high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
-        high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
-        low0 = max(first, high0 - window) if windowed else first
-        low1 = max(first, high1 - window) if windowed else first
-        return Visible(low0, high0, low1, high1)
-
-    return visible_of
+@inlined
+def visible_of(
+    number: int, tokens: int, first: int, length: int, window: int, heads_per_kv: int, causal: bool, windowed: bool
+) -> Visible:
+    """The keys that a lane's two queries see, of this number and 8 further on, of so many tokens; queries that are
+    missing see as much as the last."""
+    high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
+    high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
+    low0 = max(first, high0 - window) if windowed else first
+    low1 = max(first, high1 - window) if windowed else first
+    return Visible(low0, high0, low1, high1)
 
 
-MERGED = THREADS * 4 // LATENT_V_DIM
-"""Queries whose parts a block's threads add up at a time, a thread four dims of one."""
+MERGED = THREADS * 4 // LATENT_V_DIM  # queries whose parts a block's threads add up at a time, a thread 4 dims of one
 
 
 def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
@@ -175,7 +165,6 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
         sums: Any, offset: int, m: float, weights: float, number: int, count: int, to: int, part: Part,
         at: Addresses, strides: Strides, outer: float, lane: int,
     ) -> None:  # fmt: skip
-        """Of one query; `offset` is 0 for a lane's first, 2 for its second."""
         if number < count:
             head = number % heads_per_kv
             if at.sinks != 0:
@@ -210,14 +199,13 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
 
 
 def make_add_parts(bundles: Queries) -> Any:
-    """A function for kernels that adds up parts of four queries: of each four dims. Those of four parts come together,
-    since a block has many queries, wide ones, and is the only one that adds them up."""
+    """A function for kernels that adds up four dims of four queries `MERGED` apart, four parts at a time, since a block
+    has many queries, wide ones. `totals` are sums, then a maximum and a sum of weights, of each."""
     quarter, nbytes = LATENT_V_DIM // 4, part_bytes(bundles, LATENT_V_DIM)
     share_bytes, sums_bytes = 2 * bundles.team * nbytes, bundles.per_bundle * LATENT_V_DIM * 4
 
     @inlined
     def add_parts(totals: Any, parts: Parts, line: int, quad: int, outer: float) -> None:
-        """Of lines `MERGED` apart; `totals` are sums, and a maximum and a sum of weights behind, of each."""
         m = cuda.local.array(16, float32)
         weights = cuda.local.array(16, float32)
         o = cuda.local.array(64, float32)
@@ -258,13 +246,12 @@ def make_add_parts(bundles: Queries) -> Any:
 
 
 def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
-    """A function for kernels that makes an output of a block's sums, or a part; of the last part of a bundle, which
-    then has them all, both."""
+    """A function for kernels, called by all threads of a block, that makes an output of its sums, or a part; the last
+    part of a bundle makes both."""
     quarter, queries = LATENT_V_DIM // 4, bundles.per_bundle
-    count, num_bundles = bundles.per_head, bundles.bundles(1)
-    first_query = make_first_query(bundles.mixed)
+    count, num_bundles, mixed = bundles.per_head, bundles.bundles(1), bundles.mixed
     put_outputs, put_sums = make_put(variant, queries)
-    part_of, parts_of, _, _ = make_parts(bundles, LATENT_V_DIM)
+    own_part, parts_of, _, _ = make_parts(bundles, LATENT_V_DIM)
     add_parts = make_add_parts(bundles)
     _, finish = make_finish(variant.dtype, bundles, quarter)
 
@@ -273,14 +260,13 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
         sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, at: Addresses,
         strides: Strides, outer: float, thread: int, lane: int,
     ) -> None:  # fmt: skip
-        """Called by all threads of a block."""
         line = part.strip * 16 + (lane >> 2)
         if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
-            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out_batch, strides.out_token)
+            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out_batch, strides.out_token, mixed)
             number = piece.bundle * queries + line
             put_outputs(sums, softmax, number, count, to, part, at, strides, outer, lane)
             return
-        to = part_of(share.number, share, piece.bundle_begin, at.partials)
+        to = own_part(share.number, share, piece.bundle_begin, at.partials)
         put_sums(sums, softmax, line, to, part, lane)
         parts = parts_of(piece, share, at.partials)
         cuda.syncthreads()

@@ -28,31 +28,20 @@ from .checks import Geometry, Key
 from .compiler import SIMULATED, Kernel, Structs, allocate_zeroed, driver, enter_context, fields
 from .warp import PANEL, ROW_BYTES, simulated_maps, swizzled
 
-FORMATS = {int: "q", float: "f4x", bytes: "128s"}
-"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which come
-first among a kernel's arguments: there they lie at a multiple of `ALIGNMENT`."""
+FORMATS = {int: "q", float: "f4x", bytes: "128s"}  # of packed arguments: integers, floats, and tensor maps
+ALIGNMENT = 64  # of tensor maps, which come first among a kernel's arguments
 
+# The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes.
 CONFIG = struct.Struct("=7I4x q q I4x")
-"""The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes."""
 FROM_STREAM = struct.Struct("=q16x")  # its end, from the stream on: there are no attributes
-ALIGNMENT = 64
 
 MOST_BLOCKS = (1 << 31) - 1, 65_535  # of a grid
 
 
-class Layout(NamedTuple):
-    """Where arguments lie behind `CONFIG`: those that change, then the others."""
-
-    offsets: list[int]  # of each argument
-    changing_bytes: int
-    nbytes: int
-    write: Callable[..., None]  # writes the stream and what changes
-    constant: struct.Struct
-
-
 @lru_cache(1024)
-def lay_out(structs: Structs, changes: tuple[bool, ...]) -> Layout:
-    """The layout of a kernel's arguments, of which each changes or does not."""
+def lay_out(structs: Structs, changes: tuple[bool, ...]) -> tuple[list[int], struct.Struct, struct.Struct]:
+    """Where a kernel's arguments lie behind `CONFIG`, those that change before the others: the offset of each; how the
+    stream and those that change are written, and how the others are."""
     formats = [FORMATS[kind] for kind in fields(structs)]
     changing = "".join(format for format, each in zip(formats, changes) if each)
     constant = struct.Struct("=" + "".join(format for format, each in zip(formats, changes) if not each))
@@ -62,21 +51,17 @@ def lay_out(structs: Structs, changes: tuple[bool, ...]) -> Layout:
     for format, each in zip(formats, changes):
         offsets.append(ends[each])
         ends[each] += struct.calcsize("=" + format)
-    write = struct.Struct(FROM_STREAM.format + changing).pack_into
-    return Layout(offsets, changing_bytes, changing_bytes + constant.size, write, constant)
+    return offsets, struct.Struct(FROM_STREAM.format + changing), constant
 
 
 class Launch:
-    """A kernel with its grid, and with the arguments that do not change.
+    """A kernel with its grid, and with the arguments that do not change; `ValueError` for more blocks than a grid has.
 
     Args:
         kernel: is loaded now.
         blocks: of the grid; if there are none, nothing is launched.
         index: of the CUDA device; -1: the simulator.
         arguments: the fields of all structs, in order; None: `run` takes this one.
-
-    Raises:
-        ValueError: there are more blocks than a grid has.
     """
 
     def __init__(self, kernel: Kernel, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
@@ -93,19 +78,19 @@ class Launch:
         if self._empty or SIMULATED:
             return
         self._lock = threading.Lock()  # of the buffer, from writing to launching
-        layout = lay_out(kernel.structs, tuple([each is None for each in arguments]))
-        self._buffer = ctypes.create_string_buffer(CONFIG.size + ALIGNMENT + layout.nbytes)
+        offsets, changing, constant = lay_out(kernel.structs, tuple([each is None for each in arguments]))
+        self._buffer = ctypes.create_string_buffer(CONFIG.size + ALIGNMENT + changing.size + constant.size)
         at = ctypes.addressof(self._buffer)
         config = -(at + CONFIG.size) % ALIGNMENT
         first = config + CONFIG.size
+        self._stream = first - FROM_STREAM.size
         CONFIG.pack_into(self._buffer, config, *blocks, 1, kernel.threads, 1, 1, kernel.shared_bytes, 0, 0, 0)
         constants = [each for each in arguments if each is not None]
-        layout.constant.pack_into(self._buffer, first + layout.changing_bytes, *constants)
-        self._pointers = (ctypes.c_void_p * len(arguments))(*[at + first + offset for offset in layout.offsets])
+        constant.pack_into(self._buffer, self._stream + changing.size, *constants)
+        self._pointers = (ctypes.c_void_p * len(arguments))(*[at + first + offset for offset in offsets])
         addresses = at + config, int(kernel.handle(index)), ctypes.addressof(self._pointers)
         self._given = *map(ctypes.c_void_p, addresses), None
-        self._write = layout.write
-        self._stream = first - FROM_STREAM.size
+        self._write = changing.pack_into
         self._driver_launch = _driver_launch()
 
     def run(self, *changing: Any) -> None:
@@ -150,10 +135,9 @@ def _driver_launch() -> Any:
 
 SLAB = 1 << 20  # bytes of counters that are made at a time
 
-_rooms: dict[tuple[int, int], tuple[int, int]] = {}
-"""By device and stream: the address of the room for parts, and its bytes."""
+_rooms: dict[tuple[int, int], tuple[int, int]] = {}  # by device and stream: address and bytes of room for parts
+# By device, stream and capture: the address of counters, and how many.
 _counters: dict[tuple[int, int, int], tuple[int, int]] = {}
-"""By device, stream and capture: the address of counters, and how many."""
 _slabs: dict[int, tuple[int, int]] = {}  # by device: the next free address of the newest slab, and its bytes
 _taking = threading.Lock()  # two streams must not be given the same counters
 
@@ -177,29 +161,27 @@ class Workspace:
         """Addresses of room for parts and of counters, until the current stream is given other work."""
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else 0
         if stream and (capture := _capture_of(self._index, stream)):  # the default stream cannot be captured
-            return _captured_room(self._index, stream, capture, self._partial_bytes, self._counters)
+            return self._captured_room(stream, capture)
         if stream not in self._by_stream:
-            self._by_stream[stream] = _lasting_room(self._index, stream, self._partial_bytes, self._counters)
+            self._by_stream[stream] = self._lasting_room(stream)
         return self._by_stream[stream]
 
+    def _lasting_room(self, stream: int) -> tuple[int, int]:
+        where = _counters_of(self._index, stream, 0, self._counters)
+        assert where is not None
+        room, have = _rooms.get((self._index, stream), (0, 0))
+        if have < self._partial_bytes:
+            have = 1 << (self._partial_bytes - 1).bit_length()
+            room = _allocate(self._index, have)
+            _rooms[self._index, stream] = room, have
+        return room, where
 
-def _lasting_room(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
-    where = _counters_of(index, stream, 0, counters)
-    assert where is not None
-    room, have = _rooms.get((index, stream), (0, 0))
-    if have < partial_bytes:
-        have = 1 << (partial_bytes - 1).bit_length()
-        room = _allocate(index, have)
-        _rooms[index, stream] = room, have
-    return room, where
-
-
-def _captured_room(index: int, stream: int, capture: int, partial_bytes: int, counters: int) -> tuple[int, int]:
-    room = torch.empty(partial_bytes, dtype=torch.uint8, device=index)
-    where = _counters_of(index, stream, capture, counters)
-    if where is None:  # then zeros are part of the graph; the room is held, so that they lie elsewhere
-        where = torch.zeros(counters, dtype=torch.int32, device=index).data_ptr()
-    return room.data_ptr(), where
+    def _captured_room(self, stream: int, capture: int) -> tuple[int, int]:
+        room = torch.empty(self._partial_bytes, dtype=torch.uint8, device=self._index)
+        where = _counters_of(self._index, stream, capture, self._counters)
+        if where is None:  # then zeros are part of the graph; the room is held, so that they lie elsewhere
+            where = torch.zeros(self._counters, dtype=torch.int32, device=self._index).data_ptr()
+        return room.data_ptr(), where
 
 
 def _counters_of(index: int, stream: int, capture: int, counters: int) -> int | None:
@@ -306,11 +288,8 @@ def maps_of(k: Key | None, v: Key | None, box_tokens: int) -> Callable[[int, int
 
 
 def _encode(address: int, key: Key, box_tokens: int) -> Any:
-    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of `box_tokens` of one head and panel.
-
-    Returns:
-        its 128 bytes; for the simulator, a number.
-    """
+    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of tokens of one head and panel: 128 bytes;
+    for the simulator, a number."""
     shape, strides, dtype, _ = key
     assert can_be_mapped(Geometry._make(key)), "the driver refuses it"
     sizes = tuple(reversed(shape))
@@ -319,11 +298,9 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
         simulated_maps.append(SimulatedMap(address, sizes, steps, box_tokens))
         return len(simulated_maps) - 1
     cu = driver()
-    kinds = cu.CUtensorMapDataType
+    kind = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16"
     status, encoded = cu.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        4,
-        address,
+        cu.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{kind}"], 4, address,
         [cu.cuuint64_t(size) for size in sizes],
         [cu.cuuint64_t(step) for step in steps],
         [cu.cuuint32_t(size) for size in (PANEL, 1, box_tokens, 1)],
@@ -332,7 +309,7 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
         cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
+    )  # fmt: skip
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status.name} for {list(shape)} of strides {strides}")
     return ctypes.string_at(encoded.getPtr(), 128)

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Maps, Sizes, Strides
+from .arguments import LATENT_DIM, LATENT_V_DIM, Maps
 from .checks import (
     ALIGNMENT, Geometry, Key, check_attention, check_block_table, check_indices, check_integer, check_sinks, keys,
     refuse_alignment,
@@ -92,14 +92,10 @@ def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
 
 
 class Plans(Generic[Found]):
-    """The plans of a function's calls.
+    """The plans of a function's calls: `make` checks given options and `keys`, and makes their plan, or has it.
 
-    To make the key of ten tensors takes longer than to launch a kernel. torch compares tensors with others that it has
-    seen, in all that a key says and more, in a fraction of the time: so it is asked first, and where it knows none of
-    the last plans, the key is made.
-
-    Args:
-        make: checks given options and a geometry, which is `keys`, and makes their plan, or has it.
+    To make the key of ten tensors takes longer than to launch a kernel. torch compares tensors with those of an earlier
+    call, in all that a key says and more, in a fraction of the time. So the last few plans are tried that way first.
     """
 
     def __init__(self, make: Callable[..., Found]) -> None:
@@ -107,11 +103,8 @@ class Plans(Generic[Found]):
         self._recent: tuple[Known, ...] = ()
 
     def find(self, tensors: Tensors, *options: Any) -> tuple[Found, list[int]]:
-        """The plan for tensors, some of which may be missing, and the others' addresses; raises what `make` does.
-
-        Args:
-            options: numbers, strings and None.
-        """
+        """The plan for tensors, some of which may be missing, and options, which are numbers, strings and None; and the
+        addresses of the tensors that are there. Raises what `make` does."""
         for known, places, check, plan in self._recent:  # replaced as a whole: another thread sees what was, or what is
             distinct, twins, missing, nones = places
             given = distinct(tensors)
@@ -127,9 +120,7 @@ class Plans(Generic[Found]):
         return plan, addresses
 
 
-LARGEST_SOFTCAP = 10_000
-"""Scores are this times a `tanh` that is exact to 2**-22 on tensor cores: of a greater one too little would be left."""
-
+LARGEST_SOFTCAP = 10_000  # scores are this times a `tanh` that is exact to 2**-22: of larger ones too little is left
 Keys = tuple[Key | None, ...]  # of what a call is given, in the order of `Geometries`
 
 
@@ -151,15 +142,12 @@ class Geometries(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a geometry comes to: a kernel, its grid and workspace, and the arguments that are always the same."""
+    """The kernel for a call, its grid, and its workspace."""
 
     kernel: Kernel
-    device_index: int  # of the CUDA device; -1: the simulator
     blocks: tuple[int, int]
-    partial_bytes: int
-    counters: int
-    sizes: Sizes
-    strides: Strides
+    partial_bytes: int = 0
+    counters: int = 0
     box_tokens: int = 0  # of a copy by tensor map; 0: the kernel takes no tensor maps
 
 
@@ -207,11 +195,8 @@ def output_like(q: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(q) if q.shape[-1] != LATENT_DIM else q.new_empty(*q.shape[:-1], LATENT_V_DIM)
 
 
-def make_plan(
-    given: Geometries, kernel: Kernel, blocks: tuple[int, int], *, partial_bytes: int = 0, counters: int = 0,
-    box_tokens: int = 0,
-) -> Plan:  # fmt: skip
-    """The plan of a geometry, once its kernel is chosen."""
+def sizes_of(given: Geometries) -> tuple[int, ...]:
+    """The fields of `Sizes` and `Strides`."""
     q, k, v, out = given[:4]
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
     sizes_and_strides = (
@@ -220,17 +205,9 @@ def make_plan(
         (out.dtype.itemsize, (*ragged, *out.strides[:-1])),
         *((4, scales.strides if scales else (0, 0, 0)) for scales in (given.k_scales, given.v_scales)),
     )
-    table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
-    return Plan(
-        kernel,
-        index_of(q.device),
-        blocks,
-        partial_bytes,
-        counters,
-        Sizes(given.seq_lens.shape[0], k.shape[2]),
-        Strides(table_stride, *(size * stride for size, strides in sizes_and_strides for stride in strides)),
-        box_tokens,
-    )
+    table = given.block_table.strides[0] * 4 if given.block_table else 0
+    strides = [size * stride for size, strides in sizes_and_strides for stride in strides]
+    return given.seq_lens.shape[0], k.shape[2], table, *strides
 
 
 class Call(NamedTuple):
@@ -243,17 +220,16 @@ class Call(NamedTuple):
 
 
 def prepare(
-    plan: Plan, geometry: Keys, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
+    plan: Plan, given: Geometries, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
 ) -> Call:
     """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
     given."""
-    q = geometry[0]
-    assert q
-    latents = q[0][-1] == LATENT_DIM
+    head_dim, index = given.q.shape[-1], index_of(given.q.device)
+    latents = head_dim == LATENT_DIM
     if latents and scale is None:
         raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
-    scale = q[0][-1] ** -0.5 if scale is None else float(scale)
+    scale = head_dim**-0.5 if scale is None else float(scale)
     window, softcap = check_integer("window", window), float(softcap)
     inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
     least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -263,22 +239,19 @@ def prepare(
             f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
             "must not be too small or too great for fp32, nor window for 64 bits"
         )
-    maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
-    addresses = [None if key else 0 for key in geometry]
-    workspace = Workspace(plan.device_index, plan.partial_bytes, plan.counters) if plan.counters else None
+    maps = maps_of(given.k, given.v, plan.box_tokens) if plan.box_tokens else None
+    addresses = [None if each else 0 for each in given]
+    workspace = Workspace(index, plan.partial_bytes, plan.counters) if plan.counters else None
     room = (None, None) if workspace else (0, 0)
-    scoring = window, inner, outer
-    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
-    return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps, latents)
+    fixed = *sizes_of(given), window, inner, outer
+    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *fixed, *groups)
+    return Call(Launch(plan.kernel, plan.blocks, index, arguments), workspace, maps, latents)
 
 
 def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None, groups: tuple[int, ...] = ()) -> None:
-    """Runs a call on the current stream.
+    """Runs a call on the current stream, with the addresses of the tensors that are given.
 
-    Args:
-        addresses: of the tensors that are given; those of q, k, v and out come first.
-        room: addresses of room that was made for it; None: it gets its own.
-        groups: the addresses in `Groups`, if its kernel takes them.
+    `room` has the addresses of its workspace, if another call's is to be used; `groups` those in `Groups`.
     """
     q, k, v, out, *_ = addresses
     if (q | k | v | out) % ALIGNMENT:
@@ -289,3 +262,15 @@ def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None
         room = call.workspace.room() if call.workspace else ()
     maps = call.maps(k, v) if call.maps else ()
     call.launch.run(*maps, *addresses, *room, *groups)
+
+
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor? cu_seqlens, Tensor seq_lens, Tensor? rows, Tensor? starts, "
+    "Tensor? block_table, Tensor? sinks, Tensor? k_scales, Tensor? v_scales"
+)
+
+
+def define_operator(name: str, run: Callable[..., None], options: str) -> None:
+    """Makes torch's operator `vmmkv::name`, opaque to `torch.compile`, of a function of `Geometries` and options."""
+    schema = f"({TENSORS}, {options}) -> ()"
+    torch.library.custom_op(f"vmmkv::{name}", run, mutates_args=("out",), schema=schema)

@@ -29,19 +29,16 @@ from .memory import (
 from .prompts import Prompt, Work, live, make_prefixes, make_prompts, make_ranges
 from .quantized import EIGHT_BITS
 from .softmax import (
-    Softmax, begin_softmax, make_add_values, make_mask, make_score, pitch_of, raise_maxima, rescale, weigh,
+    Softmax, begin_softmax, make_add_values, mask, make_score, pitch_of, raise_maxima, rescale, weigh,
 )  # fmt: skip
 
 
 def make_widened_tiles(
     dtype: torch.dtype, block_size: int, tile: int, head_dim: int, pitch: int, threads: int
 ) -> tuple[Any, Any, Any, int, int]:
-    """Functions for kernels: a block's threads look a tile up, begin to fetch one head of it, and put it, and its
-    scales, to shared memory. Keys that are not live repeat one that is.
-
-    Returns:
-        the functions; how many homes a thread looks up, and how many words it fetches.
-    """
+    """Functions for kernels: a block's threads look a tile up, begin to fetch one head of it and a scale each, and put
+    them to shared memory, behind copies of before; a live key takes the place of one that is not. And how many homes a
+    thread looks up, and how many words it fetches."""
     home_of, address_of = make_addressing(block_size)
     widen = EIGHT_BITS[dtype].pair
     vectors = head_dim // 16  # of 16 bytes in a token
@@ -58,7 +55,6 @@ def make_widened_tiles(
     def begin(
         words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, key: int, prompt: Prompt, thread: int
     ) -> float:
-        """Fetches a thread's part, and gives a scale of it."""
         for turn in range(turns):
             vector = thread + turn * threads
             token = live(key + vector // vectors, prompt)
@@ -69,7 +65,6 @@ def make_widened_tiles(
 
     @inlined
     def end(words: Any, scale: float, to: int, scales_to: int, thread: int) -> None:
-        """Puts it where it belongs. What was copied before is there, too."""
         wait_copies()
         for turn in range(turns):
             vector = thread + turn * threads
@@ -88,19 +83,14 @@ def make_widened_tiles(
     return look_up, begin, end, turns + 1, 4 * turns
 
 
-def make_scale(num_scores: int) -> Any:
-    """A function for kernels that multiplies a tile's scores, or weights, by its scales."""
-
-    @inlined
-    def scale_columns(scores: Any, scales: int, lane: int) -> None:
-        """See `softmax` for where they are."""
-        for j in range(num_scores // 4):
-            for i in range(2):
-                scale = load_shared_f32(scales + (8 * j + 2 * (lane & 3) + i) * 4)
-                scores[4 * j + i] *= scale
-                scores[4 * j + 2 + i] *= scale
-
-    return scale_columns
+@inlined
+def scale_columns(scores: Any, num_scores: int, scales: int, lane: int) -> None:
+    """Multiplies a tile's scores, or weights, by its scales."""
+    for j in range(num_scores // 4):
+        for i in range(2):
+            scale = load_shared_f32(scales + (8 * j + 2 * (lane & 3) + i) * 4)
+            scores[4 * j + i] *= scale
+            scores[4 * j + 2 + i] *= scale
 
 
 def warps_of(head_dim: int) -> int:
@@ -124,7 +114,7 @@ class Shared(NamedTuple):
     nbytes: int  # in all
 
 
-def mma_shared_of(head_dim: int, scaled: bool) -> Shared:
+def shared_of(head_dim: int, scaled: bool) -> Shared:
     """The shared memory of a block of threads."""
     pitch, tile = pitch_of(head_dim), tile_of(head_dim)
     scales = 4 * tile if scaled else 0
@@ -212,7 +202,7 @@ def make_attend(variant: Variant, work: Work) -> Any:
         warps_of(head_dim),
         tile_of(head_dim),
         pitch_of(head_dim),
-        mma_shared_of(head_dim, scaled),
+        shared_of(head_dim, scaled),
     )
     num_scores, num_sums, queries, threads = tile // 2, head_dim // 2, 16 * warps, 32 * warps
 
@@ -220,7 +210,7 @@ def make_attend(variant: Variant, work: Work) -> Any:
     bring_queries = make_bring_queries(work, queries, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     score, add_values = make_score(variant.dtype, head_dim, tile), make_add_values(variant.dtype, head_dim)
-    mask, scale_columns = make_mask(variant.softcapped, num_scores), make_scale(num_scores)
+    softcapped = variant.softcapped
 
     @inlined
     def attend(
@@ -254,19 +244,19 @@ def make_attend(variant: Variant, work: Work) -> Any:
             look_up(homes, key + tile, row, prompt, thread)
             score(scores, base + shared.queries + warp * 16 * pitch, base + shared.k, lane)
             if scaled:
-                scale_columns(scores, base + shared.k_scales, lane)
+                scale_columns(scores, num_scores, base + shared.k_scales, lane)
             end_tile(words, scale, base + shared.v, base + shared.v_scales, thread)
             cuda.syncthreads()  # V is there, and nobody needs this K
             if key + tile < end:
                 scale = begin_tile(words, base + shared.k, k, k_scales, homes, key + tile, prompt, thread)
 
-            mask(scores, key, visible, scoring.inner, lane)
+            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
             softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
             if grown:
                 rescale(sums, num_sums, a0, a1)
             softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if scaled:
-                scale_columns(scores, base + shared.v_scales, lane)
+                scale_columns(scores, num_scores, base + shared.v_scales, lane)
             for j in range(tile // 16):
                 line_of_v = base + shared.v + (j * 16 + (lane & 15)) * pitch + (lane >> 4) * 16
                 add_values(sums, scores, 8 * j, line_of_v)

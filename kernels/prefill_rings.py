@@ -51,21 +51,16 @@ class RingUse(NamedTuple):
     """Functions for kernels, on a `Ring`. All but the first take a tile's number, and are called by whole warps."""
 
     init: Any  # called by one thread
-    wait_empty: Any  # for who fills it. Then: `fill` and copies, or stores and `filled`.
-    fill: Any
-    filled: Any
-    wait_full: Any  # for who uses it
-    release: Any
+    wait_empty: Any  # until the tile that was in this one's slot is released: where this one goes
+    fill: Any  # then the full barrier waits for a tile, whose copies may begin
+    filled: Any  # or: a tile is there, which this warp's lanes have stored
+    wait_full: Any  # until a tile is there: its address
+    release: Any  # this warp needs a tile no more: all of its lanes have read it, or their products have
 
 
 def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
-    """The functions for rings of a size.
-
-    Args:
-        num_slots: a power of two: what would be division is a mask and a shift.
-        slot_bytes: of a tile.
-        users: warps that release each tile.
-    """
+    """The functions for rings of a size: the slots are a power of two, so that division is a mask and a shift; `users`
+    are the warps that release each tile."""
     assert num_slots.bit_count() == 1
     mask, shift = num_slots - 1, num_slots.bit_length() - 1
 
@@ -85,14 +80,11 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
 
     @inlined
     def wait_empty(ring: Ring, n: int) -> int:
-        """Waits until the tile that was in this one's slot is released, in the first turn there was none: where this
-        one goes."""
-        wait_barrier(empty(ring, n), (n >> shift) + 1 & 1)
+        wait_barrier(empty(ring, n), (n >> shift) + 1 & 1)  # in the first turn there was none
         return ring.slots + (n & mask) * slot_bytes
 
     @inlined
     def fill(ring: Ring, n: int, lane: int) -> Slot:
-        """Has the full barrier wait for a tile, whose copies may begin then."""
         if lane == 0:
             expect_bytes(full(ring, n), slot_bytes)
         sync_warp()
@@ -100,20 +92,17 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
 
     @inlined
     def filled(ring: Ring, n: int, lane: int) -> None:
-        """Says that a tile is there, which this warp's lanes have stored."""
         sync_warp()
         if lane == 0:
             arrive(full(ring, n))
 
     @inlined
     def wait_full(ring: Ring, n: int) -> int:
-        """Waits until a tile is there: its address."""
         wait_barrier(full(ring, n), n >> shift & 1)
         return ring.slots + (n & mask) * slot_bytes
 
     @inlined
     def release(ring: Ring, n: int, lane: int) -> None:
-        """Says that this warp needs a tile no more: all of its lanes have read it, or their products have."""
         if lane == 0:
             arrive(empty(ring, n))
 
@@ -139,10 +128,8 @@ def tile_bytes(head_dim: int, tile: int) -> int:
 
 
 def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]:
-    """Functions for kernels: the lanes of a warp look a tile up, and begin to copy it.
-
-    Both take the tile's first token, and the prompt, from whose `begin` on, to `length`, tokens are live.
-    """
+    """Functions for kernels: the lanes of a warp look a tile up, by its first token, and begin to copy it from there.
+    Tokens are live from the prompt's `begin` on, to its `length`."""
     home_of, _ = make_addressing(block_size)
     box, panels = box_of(tile, block_size), -(-head_dim // PANEL)
     boxes = tile // box
@@ -150,7 +137,6 @@ def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]
 
     @inlined
     def look_up(token: int, row: Row, prompt: Prompt, lane: int) -> int:
-        """Where this lane's box of the tile lies."""
         return home_of(live(token + lane % boxes * box, prompt), row)
 
     @inlined
@@ -167,7 +153,6 @@ def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]
 
     @inlined
     def copy_tile(slot: Slot, source: Source, home: int, token: int, prompt: Prompt, lane: int) -> None:
-        """Begins to copy; `home` is what this lane looked up."""
         panel = lane // boxes
         first = token + lane % boxes * box
         if panel < panels and prompt.begin <= first and first + box <= prompt.length:
@@ -213,7 +198,8 @@ def get_job(at: int) -> Prompt:
 
 
 def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
-    """A function for kernels that copies a job's queries to a slot, as tiles of 64; called by a warp."""
+    """A function for kernels, called by a warp, that copies a job's queries to a slot, as tiles of 64; behind the
+    prompt's last query it is copied again."""
     vectors = head_dim // 8  # of 16 bytes, in a query
     lines = 32 // vectors  # queries at a time
     panels_bytes = -(-vectors // 8) * 64 * ROW_BYTES
@@ -222,7 +208,6 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
 
     @inlined
     def bring_queries(to: int, at: Addresses, strides: Strides, job: Prompt, lane: int) -> None:
-        """Those behind the prompt's last repeat it."""
         tokens = queries_of(job, at, strides)
         column = lane % vectors
         query = lane // vectors if lane < lines * vectors else queries

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from numba import cuda
 
 from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant, row_of
@@ -29,7 +28,7 @@ from .prefill_rings import (
     tile_of,
 )  # fmt: skip
 from .prompts import Prompt, make_prefixes, make_prompts, make_ranges
-from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, mask, raise_maxima, rescale, weigh
 from .warp import (
     ATOM_BYTES, ROW_BYTES, begin_products, commit_products, make_meet, make_multiply_registers, make_multiply_shared,
     make_operand_at, make_take_registers, make_wait_products, publish_barriers, shuffle_count, sync_warp,
@@ -38,15 +37,18 @@ from .warp import (
 TURN = 1  # the number of the first consumer's barrier, and the other's is the next: its turn to issue products
 
 
-def make_begin_products(dtype: torch.dtype, head_dim: int) -> tuple[Any, Any]:
-    """Functions for kernels: begin `scores = Q K^T`, and `sums += weights V`, for one tile."""
-    tile = tile_of(head_dim)
-    multiply_first = make_multiply_shared(dtype, tile, accumulate=False)
-    multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
-    add_values = make_multiply_registers(dtype, head_dim, tile)
+def make_issue(variant: Variant, uses: RingUses) -> tuple[Any, Any]:
+    """Functions for kernels: issue a tile's products, in turns with the other consumer; begin `sums += weights V`."""
+    head_dim, tile = variant.head_dim, tile_of(variant.head_dim)
+    multiply_first = make_multiply_shared(variant.dtype, tile, accumulate=False)
+    multiply_next = make_multiply_shared(variant.dtype, tile, accumulate=True)
+    add_values = make_multiply_registers(variant.dtype, head_dim, tile)
     rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
     row, slot, slots = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16, slots_of(head_dim)
     k_mask, v_mask = slots.k - 1, slots.v - 1
+    wait_v, (take_turn, give_turn) = uses.v.wait_full, make_meet(WARPGROUP * CONSUMERS)
+    wait_scores = make_wait_products(tile // 2, pending=0)
+    wait_scores_only = make_wait_products(tile // 2, pending=1)
 
     @inlined
     def issue_scores(scores: Any, queries: int, k_ring: Ring, n: int) -> None:
@@ -68,17 +70,6 @@ def make_begin_products(dtype: torch.dtype, head_dim: int) -> tuple[Any, Any]:
             w = step * 4
             add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b + step * 16 * row)
         commit_products()
-
-    return issue_scores, issue_sums
-
-
-def make_issue(variant: Variant, uses: RingUses) -> tuple[Any, Any]:
-    """Functions for kernels: issue a tile's products, in turns with the other consumer; begin `sums += weights V`."""
-    tile = tile_of(variant.head_dim)
-    issue_scores, issue_sums = make_begin_products(variant.dtype, variant.head_dim)
-    wait_v, (take_turn, give_turn) = uses.v.wait_full, make_meet(WARPGROUP * CONSUMERS)
-    wait_scores = make_wait_products(tile // 2, pending=0)
-    wait_scores_only = make_wait_products(tile // 2, pending=1)
 
     @inlined
     def issue(
@@ -108,7 +99,7 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
     wait_k, release_k, wait_v, release_v = uses.k.wait_full, uses.k.release, uses.v.wait_full, uses.v.release
     release_queries = uses.queries.release
     issue, issue_sums = make_issue(variant, uses)
-    mask = make_mask(variant.softcapped, num_scores)
+    softcapped = variant.softcapped
     wait_sums = make_wait_products(num_sums, pending=0)
 
     @inlined
@@ -130,7 +121,7 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
         while n < end:
             issue(sums, scores, weights, queries, rings, n, n == begin, consumer)
             release_k(rings.k, n, lane)
-            mask(scores, key, visible, scoring.inner, lane)
+            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
             softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
             softmax = weigh(scores, num_scores, softmax, scoring.outer)
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.

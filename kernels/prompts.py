@@ -17,20 +17,22 @@ from .compiler import inlined
 from .memory import divide, load_i32, store_f32x2
 from .softmax import Softmax, Visible, divisors, make_store, sum_weights
 
+PREFIX_TILE = 128  # parts of a prefix begin at multiples of this many tokens: those of all kernels' tiles
+
 
 class Prompt(NamedTuple):
-    """The queries of a sequence, and the first of those that a block of threads has."""
+    """A job: the queries of a sequence (or of a group's sequences), and the first of those that a block has."""
 
     sequence: int
-    start: int  # where the sequence's queries begin in the batch
-    num_queries: int  # how many they are
-    query: int  # the block's first among them; where that is behind the last there is nothing to do
+    start: int  # where the sequence's queries begin in the batch; of a group its first sequence
+    num_queries: int
+    query: int  # the block's first; where that is behind the last there is nothing to do
     position: int  # which token of the sequence that is
-    begin: int  # the sequence's first token that any of its queries sees
-    length: int  # its tokens
-    head: int  # the query head; of a shared prefix that of K and V, whose query heads are worked on together
+    begin: int  # the first token that any of the queries sees
+    length: int  # the sequence's tokens; of a prefix, where the part ends
+    head: int  # the query head; of a prefix that of K and V, whose query heads are worked on together
     kv_head: int
-    part: int  # of a shared prefix: the number of the part that its tokens are; else 0
+    part: int  # of a prefix: the number of the part that its tokens are; else 0
 
 
 class Work(NamedTuple):
@@ -57,35 +59,10 @@ def live(token: int, prompt: Prompt) -> int:
 
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prompts. A job is a query head of some tokens of a prompt."""
-    heads_per_kv, store = variant.heads_per_kv, make_store(variant.dtype, variant.head_dim // 2)
-
-    @inlined
-    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        address = at.q + prompt.start * strides.q_token + prompt.head * strides.q_head
-        return Tokens(address, 0, strides.q_token)
-
-    @inlined
-    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
-        return 0
-
-    @inlined
-    def put(
-        sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
-        groups: Groups, outer: float, lane: int,
-    ) -> None:  # fmt: skip
-        """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
-        d0, d1 = divisors(softmax, at.sinks, prompt.head, outer)
-        to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
-        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
-
-    count_jobs, find_queries = make_find_queries(queries_per_block, heads_per_kv, variant.windowed, variant.mixed)
-    return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
-
-
-def make_find_queries(queries_per_block: int, heads_per_kv: int, windowed: bool, mixed: bool) -> tuple[Any, Any]:
-    """Functions for kernels that count the jobs of a head, and give one its queries; in a mixed batch sequences with a
-    single one are left out. The lanes of a warp call them together."""
+    """The work on prompts. A job is a query head of some tokens of a prompt; in a mixed batch sequences with a single
+    query are left out."""
+    heads_per_kv, mixed, windowed = variant.heads_per_kv, variant.mixed, variant.windowed
+    store = make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined
     def count_of(sequence: int, cu_seqlens: int) -> int:
@@ -113,22 +90,40 @@ def make_find_queries(queries_per_block: int, heads_per_kv: int, windowed: bool,
         count = count_of(sequence, at.cu_seqlens)
         length = load_i32(at.seq_lens + sequence * 4)
         begin = first_token(sequence, at.starts)
-        if windowed:  # what no query of the sequence sees may be gone
+        if windowed:  # tokens that no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - window)
         query = (unit - before) * queries_per_block
-        return Prompt(
-            sequence, start, count, query, length - count + query, begin, length, head, head // heads_per_kv, 0
-        )
+        kv_head = head // heads_per_kv
+        return Prompt(sequence, start, count, query, length - count + query, begin, length, head, kv_head, 0)
 
-    return count_jobs, find_queries
+    @inlined
+    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
+        address = at.q + prompt.start * strides.q_token + prompt.head * strides.q_head
+        return Tokens(address, 0, strides.q_token)
+
+    @inlined
+    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
+        return 0
+
+    @inlined
+    def put(
+        sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
+        groups: Groups, outer: float, lane: int,
+    ) -> None:  # fmt: skip
+        """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
+        d0, d1 = divisors(softmax, at.sinks, prompt.head, outer)
+        to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
+        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
+
+    return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
 
 def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
-    """Functions for kernels: the keys that a block's queries see, and those that a lane's two see."""
+    """Functions for kernels: the keys that a block's queries see, from a multiple of `step` on, and where they end; the
+    keys that a lane's two queries see, of number `line` in the block and 8 further on."""
 
     @inlined
     def keys_of_block(prompt: Prompt, window: int) -> tuple[int, int]:
-        """From a multiple of `step` on, and before which."""
         end = min(prompt.position + queries_per_block, prompt.length) if causal else prompt.length
         end = end if prompt.begin < prompt.length else 0
         first = max(prompt.begin, prompt.position + 1 - window) if windowed else prompt.begin
@@ -136,7 +131,6 @@ def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool)
 
     @inlined
     def keys_of_lane(prompt: Prompt, line: int, window: int) -> Visible:
-        """Of the block's query of number `line`, and of that 8 further on."""
         position = prompt.position + line
         high0 = min(position + 1, prompt.length) if causal else prompt.length
         high1 = min(position + 9, prompt.length) if causal else prompt.length
@@ -147,16 +141,12 @@ def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool)
     return keys_of_block, keys_of_lane
 
 
-PREFIX_TILE = 128  # parts of a prefix begin at multiples of this many tokens: those of all kernels' tiles
-
-
 class PrefixParts(NamedTuple):
-    """The parts that there are of a query's prefix: addresses of the first one's sums, and of its maximum and weights;
-    bytes from each part's to the next's; how many there are."""
+    """The partial results of a query's prefix."""
 
-    sums: int
-    state: int
-    sums_stride: int
+    sums: int  # address of the first part's sums of V
+    state: int  # and of its maximum and sum of weights
+    sums_stride: int  # bytes from one part's to the next's
     state_stride: int
     num_parts: int
 
@@ -166,77 +156,55 @@ def prefix_bytes(queries: int, num_heads: int, head_dim: int) -> int:
     return queries * num_heads * (head_dim + 2) * 4
 
 
-def make_blocks_of(per_sequence: int) -> Any:
-    """A function for kernels: the blocks of queries of a group.
+@inlined
+def blocks_of(group: int, groups: Groups, per_sequence: int) -> int:
+    """The blocks of queries of a group, whose sequences have so many queries of a KV head each."""
+    sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
+    return divide(sequences * per_sequence + groups.queries - 1, groups.queries)
 
-    Args:
-        per_sequence: queries of a KV head in a sequence.
+
+@inlined
+def tokens_of_part(group: int, prefix: int, groups: Groups, per_sequence: int) -> int:
+    """Tokens of every part of a group's prefix but the last; the group is not empty."""
+    sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
+    all_groups = load_i32(groups.cu_groups + groups.num_groups * 4) - load_i32(groups.cu_groups)
+    parts = divide(groups.blocks * sequences, all_groups * blocks_of(group, groups, per_sequence))
+    parts = max(min(parts, groups.most_parts), 1)
+    return divide(prefix + parts * PREFIX_TILE - 1, parts * PREFIX_TILE) * PREFIX_TILE
+
+
+@inlined
+def prefix_of_group(group: int, seq_lens: int, groups: Groups, q_len: int) -> int:
+    """The tokens that the sequences of a group share; 0: they are read one by one.
+
+    One sequence shares nothing, nor does a group that is not in the batch; a row holds only what lies before the newest
+    tokens.
     """
-
-    @inlined
-    def blocks_of(group: int, groups: Groups) -> int:
-        sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
-        return divide(sequences * per_sequence + groups.queries - 1, groups.queries)
-
-    return blocks_of
-
-
-def make_tokens_of_part(per_sequence: int) -> Any:
-    """A function for kernels: tokens of every part of a group's prefix but the last."""
-    blocks_of = make_blocks_of(per_sequence)
-
-    @inlined
-    def tokens_of_part(group: int, prefix: int, groups: Groups) -> int:
-        """The group is not empty."""
-        sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
-        all_groups = load_i32(groups.cu_groups + groups.num_groups * 4) - load_i32(groups.cu_groups)
-        parts = divide(groups.blocks * sequences, all_groups * blocks_of(group, groups))
-        parts = max(min(parts, groups.most_parts), 1)
-        return divide(prefix + parts * PREFIX_TILE - 1, parts * PREFIX_TILE) * PREFIX_TILE
-
-    return tokens_of_part
+    first, end = load_i32(groups.cu_groups + group * 4), load_i32(groups.cu_groups + group * 4 + 4)
+    prefix = 0
+    if end - first > 1 and first >= 0 and end <= groups.batch:
+        prefix = load_i32(groups.prefix_lens + group * 4)
+        prefix = prefix if 0 < prefix <= load_i32(seq_lens + first * 4) - q_len else 0
+    return prefix
 
 
-def make_prefix_of_group(q_len: int) -> Any:
-    """A function for kernels: the tokens that the sequences of a group share; 0: they are read one by one."""
-
-    @inlined
-    def prefix_of_group(group: int, seq_lens: int, groups: Groups) -> int:
-        """Of one sequence there is nothing to share, and in a row only what lies before the newest tokens is there.
-        Nor is there anything of a group that is not in the batch."""
-        first, end = load_i32(groups.cu_groups + group * 4), load_i32(groups.cu_groups + group * 4 + 4)
-        prefix = 0
-        if end - first > 1 and first >= 0 and end <= groups.batch:
-            prefix = load_i32(groups.prefix_lens + group * 4)
-            prefix = prefix if 0 < prefix <= load_i32(seq_lens + first * 4) - q_len else 0
-        return prefix
-
-    return prefix_of_group
-
-
-def make_prefix_of(q_len: int) -> Any:
-    """A function for kernels: the first tokens of a sequence that are read for its group; 0: none are."""
-    prefix_of_group = make_prefix_of_group(q_len)
-
-    @inlined
-    def prefix_of(sequence: int, length: int, seq_lens: int, groups: Groups) -> int:
-        """A sequence that is shorter, as an unused place of a captured graph is, shares nothing."""
-        group = sequence_of(sequence, groups.cu_groups, groups.num_groups)
-        begin = load_i32(groups.cu_groups + group * 4)
-        prefix = 0
-        if begin <= sequence < load_i32(groups.cu_groups + group * 4 + 4):
-            prefix = prefix_of_group(group, seq_lens, groups)
-        return prefix if prefix <= length - q_len else 0
-
-    return prefix_of
+@inlined
+def prefix_of(sequence: int, length: int, seq_lens: int, groups: Groups, q_len: int) -> int:
+    """The first tokens of a sequence that are read for its group. A sequence that is shorter, as an unused place of a
+    captured graph is, shares nothing."""
+    group = sequence_of(sequence, groups.cu_groups, groups.num_groups)
+    begin = load_i32(groups.cu_groups + group * 4)
+    prefix = 0
+    if begin <= sequence < load_i32(groups.cu_groups + group * 4 + 4):
+        prefix = prefix_of_group(group, seq_lens, groups, q_len)
+    return prefix if prefix <= length - q_len else 0
 
 
 def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
-    """A function for kernels: where the parts of a query's prefix are."""
+    """A function for kernels: where the partial results of a query's prefix are, by its place in the batch."""
 
     @inlined
     def parts_of_query(place: int, head: int, num_parts: int, sizes: Sizes, groups: Groups) -> PrefixParts:
-        """Of the query of this place in the batch."""
         num_heads = sizes.kv_heads * heads_per_kv
         number = place * num_heads + head
         each = sizes.batch * q_len * num_heads
@@ -249,10 +217,58 @@ def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
     return parts_of_query
 
 
-def make_put_parts(variant: Variant) -> Any:
-    """A function for kernels that leaves the parts of a lane's two queries."""
+def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
+    """The work on prefixes. A job is a KV head of a part of a group's prefix, and some of the group's queries: those of
+    all its sequences, each one's tokens, and their heads."""
     heads_per_kv, q_len, head_dim = variant.heads_per_kv, variant.q_len, variant.head_dim
+    per_sequence = heads_per_kv * q_len
     parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
+
+    @inlined
+    def units_of(number: int, lengths: tuple[int, Groups]) -> int:
+        """Parts of a group's prefix, for each of its blocks of queries."""
+        seq_lens, groups = lengths
+        prefix = prefix_of_group(number, seq_lens, groups, q_len)
+        units = 0
+        if prefix > 0:
+            tokens = tokens_of_part(number, prefix, groups, per_sequence)
+            units = divide(prefix + tokens - 1, tokens) * blocks_of(number, groups, per_sequence)
+        return units
+
+    total, locate = make_ragged(units_of)
+
+    @inlined
+    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
+        return total(groups.num_groups, (at.seq_lens, groups), lane)
+
+    @inlined
+    def find_queries(
+        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
+    ) -> Prompt:
+        number, before = locate(unit, groups.num_groups, (at.seq_lens, groups), lane)
+        prefix = prefix_of_group(number, at.seq_lens, groups, q_len)
+        first = load_i32(groups.cu_groups + number * 4)
+        count, query, part, begin, end = 0, 0, 0, 0, 0
+        if prefix > 0:
+            count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
+            # The blocks of queries of a part follow each other, and find it in the second cache.
+            blocks, tokens = (
+                blocks_of(number, groups, per_sequence), tokens_of_part(number, prefix, groups, per_sequence)
+            )  # fmt: skip
+            part = divide(unit - before, blocks)
+            query = (unit - before - part * blocks) * queries_per_block
+            begin = part * tokens
+            end = min(begin + tokens, prefix)
+        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, head, head, part)
+
+    @inlined
+    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
+        return Tokens(at.q + prompt.kv_head * heads_per_kv * strides.q_head, 1, strides.q_head)
+
+    @inlined
+    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
+        token = number % per_sequence // heads_per_kv
+        return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
 
     @inlined
     def put_query(
@@ -273,64 +289,10 @@ def make_put_parts(variant: Variant) -> Any:
         sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
         groups: Groups, outer: float, lane: int,
     ) -> None:  # fmt: skip
+        """Leaves the partial results of a lane's two queries."""
         l0, l1 = sum_weights(softmax)
         number = prompt.query + line
         put_query(sums, 0, softmax.m0, l0, number, prompt, sizes, groups, lane)
         put_query(sums, 2, softmax.m1, l1, number + 8, prompt, sizes, groups, lane)
 
-    return put
-
-
-def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prefixes. A job is a KV head of a part of a group's prefix, and some of the group's queries: those of
-    all its sequences, each one's tokens, and their heads."""
-    heads_per_kv, q_len = variant.heads_per_kv, variant.q_len
-    per_sequence = heads_per_kv * q_len
-    prefix_of_group, blocks_of = make_prefix_of_group(q_len), make_blocks_of(per_sequence)
-    tokens_of_part = make_tokens_of_part(per_sequence)
-
-    @inlined
-    def units_of(number: int, lengths: tuple[int, Groups]) -> int:
-        """Parts of a group's prefix, for each of its blocks of queries."""
-        seq_lens, groups = lengths
-        prefix = prefix_of_group(number, seq_lens, groups)
-        units = 0
-        if prefix > 0:
-            tokens = tokens_of_part(number, prefix, groups)
-            units = divide(prefix + tokens - 1, tokens) * blocks_of(number, groups)
-        return units
-
-    total, locate = make_ragged(units_of)
-
-    @inlined
-    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
-        return total(groups.num_groups, (at.seq_lens, groups), lane)
-
-    @inlined
-    def find_queries(
-        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
-    ) -> Prompt:
-        number, before = locate(unit, groups.num_groups, (at.seq_lens, groups), lane)
-        prefix = prefix_of_group(number, at.seq_lens, groups)
-        first = load_i32(groups.cu_groups + number * 4)
-        count, query, part, begin, end = 0, 0, 0, 0, 0
-        if prefix > 0:
-            count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
-            # The blocks of queries of a part follow each other, and find it in the second cache.
-            blocks, tokens = blocks_of(number, groups), tokens_of_part(number, prefix, groups)
-            part = divide(unit - before, blocks)
-            query = (unit - before - part * blocks) * queries_per_block
-            begin = part * tokens
-            end = min(begin + tokens, prefix)
-        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, head, head, part)
-
-    @inlined
-    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        return Tokens(at.q + prompt.kv_head * heads_per_kv * strides.q_head, 1, strides.q_head)
-
-    @inlined
-    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
-        token = number % per_sequence // heads_per_kv
-        return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
-
-    return Work(1, count_jobs, find_queries, queries_of, home_of_query, heads_per_kv, make_put_parts(variant))
+    return Work(1, count_jobs, find_queries, queries_of, home_of_query, heads_per_kv, put)

@@ -43,10 +43,8 @@ numbers."""
 def quantize(
     states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds K or V to 8 bits, to nearest even.
-
-    A head's scale is `max(abs(head)) / largest`, where `largest` is 448 for e4m3fn and 127 for int8; `head / scale` is
-    rounded.
+    """Rounds K or V to 8 bits, to nearest even: `head / scale`, where a head's scale is `max(abs(head)) / largest`, and
+    `largest` is 448 for e4m3fn and 127 for int8.
 
     Args:
         states: `[..., head_dim]`, floating-point.
@@ -219,13 +217,10 @@ class EightBits(NamedTuple):
     """A format of 8-bit numbers."""
 
     numbers: tuple[Any, ...]  # each of a word's four numbers as a float, from the lowest on
-    pair: Any
-    """Two numbers, out of the eight of two words, as two bf16 in a word. Of the selector's hexadecimal digits the lower
-    two say which is the first, and the higher two, which is the second."""
+    pair: Any  # two of the eight numbers of two words as two bf16: two hexadecimal digits of the selector for each
     lower: Any  # a word's numbers 0 and 1 as two f16 in a word: fewer instructions than to bf16
     upper: Any  # its numbers 2 and 3
-    code: Any
-    """A float as the lowest byte of a word, rounded to nearest even, not beyond the greatest number. Of NaN: any."""
+    code: Any  # a float as a word's lowest byte, rounded to nearest even, not beyond the largest number; of NaN: any
 
 
 EIGHT_BITS = {
@@ -278,13 +273,12 @@ EIGHT_BITS = {
         ),
     ),
 }  # fmt: skip
-"""By dtype."""
 
+# The lowest bytes of four words as one, the first at the bottom.
 pack_bytes = instruction(
     "{ .reg .b32 l, h; prmt.b32 l, $1, $2, 0x0040; prmt.b32 h, $3, $4, 0x0040; prmt.b32 $0, l, h, 0x5410; }",
     "r", "rrrr", _pack_bytes, pure=True,
 )  # fmt: skip
-"""The lowest bytes of four words as one, the first at the bottom."""
 
 WARPS = 4  # of a block of threads, as `row_copy.THREADS`
 INFINITY, NAN = math.inf, math.nan
@@ -294,23 +288,15 @@ def _greater(a: float, b: float) -> Any:
     return np.float32(max(a, abs(b)) if a == a and b == b else NAN)
 
 
-greater = instruction(
-    "{ .reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t; }", "f", "ff", _greater, pure=True
-)  # fmt: skip
-"""The greater of a number and the size of another; NaN if one of them is."""
-
-exact_reciprocal = instruction(
-    "rcp.rn.f32 $0, $1;", "f", "f", lambda x: np.float32(1) / np.float32(x), pure=True
-)  # fmt: skip
-"""1 / x, rounded to nearest."""
+# The larger of a number and the size of another; NaN if one of them is.
+greater = instruction("{ .reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t; }", "f", "ff", _greater, pure=True)
+# 1 / x, rounded to nearest.
+exact_reciprocal = instruction("rcp.rn.f32 $0, $1;", "f", "f", lambda x: np.float32(1) / np.float32(x), pure=True)
 
 
 def make_load_four(dtype: torch.dtype, half: int) -> Any:
-    """A function for kernels that loads four numbers of a head to a place in a local array.
-
-    Args:
-        half: of a head's first elements so many turn with as many behind them; 0: none do. What they become is rounded.
-    """
+    """A function for kernels that loads four numbers of a head, by its address, to a place in a local array. The first
+    `half` elements of a head turn with as many behind them; results are rounded."""
     low, high, turn = FORMATS[dtype].low, FORMATS[dtype].high, make_turn(dtype)
     words, load = (4, load_16) if dtype.itemsize == 4 else (2, load_8)
     half_fours, four_bytes = half // 4, 4 * dtype.itemsize
@@ -325,7 +311,6 @@ def make_load_four(dtype: torch.dtype, half: int) -> Any:
 
     @inlined
     def load_four(numbers: Any, place: int, source: int, four: int, cos: int, sin: int) -> None:
-        """From the address of a head."""
         x = load(source + four * four_bytes)
         if four < 2 * half_fours:
             first = four < half_fours
@@ -343,11 +328,9 @@ def make_load_four(dtype: torch.dtype, half: int) -> Any:
 def make_quantize_heads(
     num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, half: int = 0, given: bool = False
 ) -> Any:
-    """A function for kernels that writes one token's heads as 8-bit numbers; called by all threads.
+    """A function for kernels, called by all threads, that writes one token's heads as 8-bit numbers, a warp a head.
 
-    Args:
-        half: half of what is rotated of a head, in elements.
-        given: scales are read, and not written.
+    `half` elements of a head turn with as many behind them. Scales that are `given` are read, and not written.
     """
     load_four, code = make_load_four(dtype, half), EIGHT_BITS[to].code
     fours = head_dim // 4
@@ -359,7 +342,8 @@ def make_quantize_heads(
     def quantize_heads(
         source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
     ) -> None:
-        """From address `source` to `target` and `scales`; bytes from one head to the next; the token's angles."""
+        """From address `source` to `target` and `scales`, with bytes from one head to the next, and a token's
+        angles."""
         lane = cuda.threadIdx.x & 31
         head = cuda.threadIdx.x >> 5
         numbers = cuda.local.array(num_numbers, float32)

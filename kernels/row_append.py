@@ -11,6 +11,7 @@ from operator import or_
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .appending import AppendAddresses, AppendShape, AppendVariant, Rotation, Turning, make_append, make_changing_append
 from .checks import (
@@ -24,19 +25,36 @@ from .quantized import LARGEST
 from .row_copy import THREADS, tokens_of_block
 
 
+class RotateHalf(NamedTuple):
+    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as in Llama: element i of a head is
+    rotated with element i + rotary_dim / 2.
+
+    The first `rotary_dim` elements `x` of each head become `x * cos + rotate_half(x) * sin`, where `rotate_half` puts
+    the second half, negated, in front of the first; the others stay. (Models that rotate neighbours with each other, as
+    GLM and Cohere do, cannot use it.)
+
+    Attributes:
+        query: `[tokens, num_heads, head_dim]`, like `k`.
+        rotated: like `query`, takes the rotated queries of all tokens: `query` itself, or what overlaps it nowhere.
+        cos: `[tokens, rotary_dim]`, of the dtype of `k`, as modules of transformers make them once a forward pass, for
+            all layers; half of `rotary_dim` is a multiple of 16 bytes.
+        sin: likewise.
+    """
+
+    query: Tensor
+    rotated: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+NO_ROTATION = None, None, None, None  # in the place of a `RotateHalf`
+
+
 def append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    rotary: RotateHalf | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> None:
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, starts: Tensor,
+    cu_seqlens: Tensor | None = None, block_table: Tensor | None = None, rotary: RotateHalf | None = None,
+    k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     """Stores K and V of new tokens in the cache, on the current stream.
 
     Args:
@@ -64,55 +82,11 @@ def append(
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
     """
     run = torch.ops.vmmkv.append if torch.compiler.is_compiling() else _append
-    turning = rotary or NO_ROTATION
-    run(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, k_scales, v_scales, *turning)
+    tensors = k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales
+    run(*tensors, *(rotary or NO_ROTATION))
 
 
-def _append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor,
-    starts: torch.Tensor, cu_seqlens: torch.Tensor | None, block_table: torch.Tensor | None,
-    k_scales: torch.Tensor | None, v_scales: torch.Tensor | None, query: torch.Tensor | None,
-    rotated: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None,
-) -> None:  # fmt: skip
-    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
-    _launch((*tensors, query, rotated, cos, sin))
-
-
-MUTATED = "k_cache", "v_cache", "k_scales", "v_scales", "rotated"
-torch.library.custom_op("vmmkv::append", _append, mutates_args=MUTATED)
-
-
-def append_behind(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    limit: torch.Tensor,
-    cu_seqlens: torch.Tensor | None = None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> None:
-    """`append` to rows, behind the tokens that they hold: `lengths` count the new ones afterwards.
-
-    Args:
-        lengths: int32 `[batch]`, tokens of each sequence.
-        limit: int32 `[1]`, a length that no sequence may exceed. Before it writes behind that, the device stops with an
-            error (and with it the process's use of it).
-
-    Raises:
-        ValueError, TypeError: as in `append`.
-    """
-    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales, *NO_ROTATION))
-    if cu_seqlens is not None:
-        lengths += cu_seqlens.diff()
-
-
-NO_ROTATION = None, None, None, None  # in the place of a `RotateHalf`
-
-
-def _launch(tensors: tuple[torch.Tensor | None, ...]) -> None:
+def _append(*tensors: Tensor | None) -> None:
     """Launches the kernel for the tensors of `AppendAddresses`, and those of a `RotateHalf`."""
     launch, addresses = _launches.find(tensors)
     k, v, k_cache, v_cache, *_ = addresses
@@ -123,15 +97,38 @@ def _launch(tensors: tuple[torch.Tensor | None, ...]) -> None:
     launch.run(*addresses)
 
 
+SCHEMA = (
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor rows, Tensor starts, Tensor? cu_seqlens, "
+    "Tensor? block_table, Tensor? limit, Tensor(c!)? k_scales, Tensor(d!)? v_scales, Tensor? query, "
+    "Tensor(e!)? rotated, Tensor? cos, Tensor? sin) -> ()"
+)
+MUTATED = "k_cache", "v_cache", "k_scales", "v_scales", "rotated"
+torch.library.custom_op("vmmkv::append", _append, mutates_args=MUTATED, schema=SCHEMA)
+
+
+def append_behind(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, lengths: Tensor, limit: Tensor,
+    cu_seqlens: Tensor | None = None, k_scales: Tensor | None = None, v_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`append` to rows, behind the tokens that they hold: `lengths` count the new ones afterwards.
+
+    Args:
+        lengths: int32 `[batch]`, tokens of each sequence.
+        limit: int32 `[1]`, a length that no sequence may exceed. Before it writes behind that, the device stops with an
+            error (and with it the process's use of it).
+
+    Raises:
+        ValueError, TypeError: as in `append`.
+    """
+    _append(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales, *NO_ROTATION)
+    if cu_seqlens is not None:
+        lengths += cu_seqlens.diff()
+
+
 def bind_append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-) -> Callable[[int, int, int], None]:
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> Callable[[int, int, int], None]:  # fmt: skip
     """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
 
     Returns:
@@ -227,10 +224,7 @@ def _variant_of(given: Geometries) -> AppendVariant:
         query, _, cos, _ = given.rotary
         rotation = Turning(k.dtype, query.shape[1], cos.shape[1] * k.dtype.itemsize // 32)
     return AppendVariant(
-        heads * k_head,
-        k_head,
-        heads * v_head,
-        v_head,
+        *(heads * k_head, k_head, heads * v_head, v_head),
         ragged=given.cu_seqlens is not None,
         block_size=given.k_cache.shape[1] if given.block_table else 0,
         limited=given.limit is not None,
@@ -280,25 +274,3 @@ def append_kernel(variant: AppendVariant) -> Kernel:
     if variant.rotation or variant.dtypes:
         return Kernel(make_changing_append, (variant,), structs, THREADS)
     return Kernel(make_append, (variant,), structs, 2 * THREADS, blocks_per_sm=4)
-
-
-class RotateHalf(NamedTuple):
-    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as in Llama: element i of a head is
-    rotated with element i + rotary_dim / 2.
-
-    The first `rotary_dim` elements `x` of each head become `x * cos + rotate_half(x) * sin`, where `rotate_half` puts
-    the second half, negated, in front of the first; the others stay. (Models that rotate neighbours with each other, as
-    GLM and Cohere do, cannot use it.)
-
-    Attributes:
-        query: `[tokens, num_heads, head_dim]`, like `k`.
-        rotated: like `query`, takes the rotated queries of all tokens: `query` itself, or what overlaps it nowhere.
-        cos: `[tokens, rotary_dim]`, of the dtype of `k`, as modules of transformers make them once a forward pass, for
-            all layers; half of `rotary_dim` is a multiple of 16 bytes.
-        sin: likewise.
-    """
-
-    query: torch.Tensor
-    rotated: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
+from torch import Tensor
 
 from .checks import (
     ALIGNMENT, Geometry, Key, check_cache, check_device, check_indices, check_integer, check_written, refuse_alignment,
@@ -21,7 +22,6 @@ from .memory import load_16, load_i32, store_16
 from .plans import Plans
 
 THREADS = 128  # threads that move a token
-
 IN_FLIGHT = 8  # vectors of a thread that are loaded before the first of them is stored
 
 
@@ -44,12 +44,8 @@ def tokens_of_block(tokens: int, vectors: int, multiprocessors: int) -> int:
 
 @inlined
 def move_heads(source: int, target: int, source_head: int, target_head: int, vectors: int, head_vectors: int) -> None:
-    """Copies one token's heads from address `source` to address `target`.
-
-    Args:
-        source_head, target_head: bytes from one head to the next.
-        vectors, head_vectors: 16-byte vectors of the token and of a head; constants.
-    """
+    """Copies one token's heads from address `source` to address `target`, with bytes from one head to the next, and
+    16-byte vectors of the token and of a head."""
     vector = cuda.threadIdx.x
     while vector < vectors:
         head = vector // head_vectors
@@ -69,9 +65,8 @@ def move_nothing(
 def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
     """A function for kernels by which `THREADS` threads copy some tokens' heads; narrow tokens several at once.
 
-    Args:
-        vectors, head_vectors: 16-byte vectors of a token and of a head; 0: there is nothing to copy, as V of latents.
-        place_of: an inlined device function: where the token of an index is to go, from what the caller has to say.
+    A token and a head have so many 16-byte vectors; 0: there is nothing to copy, as V of latents. `place_of` is an
+    inlined function of the caller's `places` and a token's index: where that token goes.
     """
     if not vectors:
         return move_nothing
@@ -82,13 +77,7 @@ def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
     def move_tokens(
         source: int, source_token: int, source_head: int, places: Any, target_head: int, count: int, thread: int
     ) -> None:
-        """From the address of the first token on.
-
-        Args:
-            source_token, source_head, target_head: bytes from one token, and head, to the next.
-            places: for `place_of`.
-            thread: its number among them.
-        """
+        """From the address of the first token on, with bytes from one token, and head, to the next."""
         words = cuda.local.array(num_words, uint32)
         first = thread // vectors if step > 1 else 0
         vector = thread - first * vectors
@@ -144,15 +133,9 @@ class CopyShape(NamedTuple):
 
 
 def copy_tokens(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_rows: torch.Tensor,
-    source_starts: torch.Tensor,
-    target_rows: torch.Tensor,
-    target_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    max_length: int,
-) -> None:
+    source: Tensor, target: Tensor, source_rows: Tensor, source_starts: Tensor, target_rows: Tensor,
+    target_starts: Tensor, lengths: Tensor, max_length: int,
+) -> None:  # fmt: skip
     """Copies ranges of tokens between rows, on the current stream.
 
     Range `i` is `lengths[i]` tokens of row `source_rows[i]` from `source_starts[i]` on. Ranges that are written must
@@ -172,12 +155,10 @@ def copy_tokens(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is copied.
     """
+    tensors = source, target, source_rows, source_starts, target_rows, target_starts, lengths
     if torch.compiler.is_compiling():
-        torch.ops.vmmkv.copy_tokens(
-            source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length
-        )
+        torch.ops.vmmkv.copy_tokens(*tensors, max_length)
         return
-    tensors = (source, target, source_rows, source_starts, target_rows, target_starts, lengths)
     launch, addresses = _launches.find(tensors, max_length)
     if (addresses[0] | addresses[1]) % ALIGNMENT:
         refuse_alignment(*addresses[:2])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .arguments import LATENT_DIM, Variant, structs_of
 from .compiler import Kernel
@@ -15,7 +17,7 @@ from .latents import latent_queries
 from .launches import multiprocessors
 from .plain import plain_kernel
 from .plans import (
-    Call, Geometries, Keys, Plan, Plans, check_call, choose_kernel, launch, make_plan, output_like, prepare,
+    Call, Geometries, Keys, Plan, Plans, check_call, choose_kernel, define_operator, launch, output_like, prepare,
 )  # fmt: skip
 from .row_latents import best_latents, latent_decode_plan
 
@@ -23,23 +25,11 @@ MAX_QUERIES = 8  # tokens of a sequence that `decode` takes; more are a prompt
 
 
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    *,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-    kernel: str = "auto",
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, rows: Tensor | None = None, starts: Tensor | None = None,
+    block_table: Tensor | None = None, sinks: Tensor | None = None, *, k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None, scale: float | None = None, window: int = 0, softcap: float = 0.0,
+    out: Tensor | None = None, kernel: str = "auto",
+) -> Tensor:  # fmt: skip
     """Attention of one to eight new tokens per sequence, causal among them, on the current stream.
 
     For each head `softmax(scale * q @ k.T) @ v` ([Attention Is All You Need](https://arxiv.org/abs/1706.03762)), where
@@ -47,7 +37,7 @@ def decode(
 
     K and V of the new tokens are in the cache already. Lengths are data on the device: one captured graph serves all.
 
-    On tensor cores scores, scaled, must stay below some 1e9 in size: with greater ones the result may be NaN or zeros,
+    On tensor cores scores, scaled, must stay below some 1e9 in size: with larger ones the result may be NaN or zeros,
     although all of Q, K and V are finite. If K and V are in 8 bits, what they stand for must be below some 1e7 in K,
     for the same reason, and above some 1e-20 in V, or it is lost. `kernel="plain"` takes them all.
 
@@ -89,47 +79,35 @@ def decode(
     """
     out = output_like(q) if out is None else out
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
-    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
+    tensors = q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales
+    run(*tensors, scale, window, softcap, kernel)
     return out
 
 
-def _decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, seq_lens: torch.Tensor,
-    rows: torch.Tensor | None, starts: torch.Tensor | None, block_table: torch.Tensor | None,
-    sinks: torch.Tensor | None, k_scales: torch.Tensor | None, v_scales: torch.Tensor | None, scale: float | None,
-    window: int, softcap: float, kernel: str,
-) -> None:  # fmt: skip
-    tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
-    call, addresses = _calls.find(tensors, scale, window, softcap, kernel)
-    launch(call, addresses)
+def _decode(*arguments: Any) -> None:
+    launch(*_calls.find(arguments[:12], *arguments[12:]))
 
 
-torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
+define_operator("decode", _decode, "float? scale, int window, float softcap, str kernel")
 
 
 @lru_cache(1024)
 def prepare_decode(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
-    return prepare(choose_plan(window > 0, softcap > 0, name, geometry), geometry, scale, window, softcap)
+    given = check_decode(geometry)
+    variant = variant_of(given, window > 0, softcap > 0)
+    latents = variant.head_dim == LATENT_DIM
+    best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
+    name = choose_kernel(name, given, best_latents(given, latent_queries(variant)) if latents else best)
+    if name == "plain":
+        batch, q_len, num_heads, _ = given.q.shape
+        plan = Plan(plain_kernel(variant), (batch * q_len, num_heads))
+    else:
+        plan = latent_decode_plan(given, variant, name) if latents else decode_plan(given, variant)
+    return prepare(plan, given, scale, window, softcap)
 
 
 _calls = Plans(prepare_decode)
-
-
-def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> Plan:
-    """Checks a call's geometry and chooses the kernel."""
-    given = check_decode(geometry)
-    variant = variant_of(given, windowed, softcapped)
-    best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
-    if variant.head_dim == LATENT_DIM:
-        best = best_latents(given, latent_queries(variant))
-    chosen = choose_kernel(name, given, best)
-    if chosen == "plain":
-        batch, q_len, num_heads, _ = given.q.shape
-        return make_plan(given, plain_kernel(variant), (batch * q_len, num_heads))
-    if variant.head_dim == LATENT_DIM:
-        return latent_decode_plan(given, variant, chosen)
-    return mma_plan(given, variant)
 
 
 def check_decode(geometry: Keys) -> Geometries:
@@ -147,40 +125,27 @@ def check_decode(geometry: Keys) -> Geometries:
 def variant_of(
     given: Geometries, windowed: bool, softcapped: bool, *, causal: bool = True, cascaded: bool = False
 ) -> Variant:
-    """What a kernel is compiled for."""
-    q, k = given.q, given.k
-    _, q_len, num_heads, head_dim = q.shape
-    block_size = k.shape[1] if given.block_table else 0
-    kv_dtype = k.dtype if given.k_scales else None
-    heads_per_kv = num_heads // k.shape[2]
-    return Variant(
-        q.dtype, head_dim, heads_per_kv, q_len, block_size, causal, windowed, softcapped, False, kv_dtype, cascaded
-    )
+    """What a kernel is compiled for; `q_len` is 0 where `cu_seqlens` is given."""
+    *_, num_heads, head_dim = given.q.shape
+    q_len, heads_per_kv = 0 if given.cu_seqlens else given.q.shape[1], num_heads // given.k.shape[2]
+    block_size, kv_dtype = given.k.shape[1] if given.block_table else 0, given.k.dtype if given.k_scales else None
+    kind = causal, windowed, softcapped, False, kv_dtype, cascaded
+    return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, block_size, *kind)
 
 
-def mma_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
-    """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
+def decode_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
+    """The plan of a call on tensor cores, with so many bytes of room behind that for its own partial results."""
     kv_heads = given.k.shape[2]
     queries = queries_of(variant, kv_heads)
     blocks = queries.grid(multiprocessors(given.q.device) * blocks_that_fit(variant, queries))
-    return make_plan(
-        given,
-        mma_kernel(variant, queries),
-        (blocks, 1),
-        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes,
-        counters=given.seq_lens.shape[0] * queries.bundles(kv_heads),
-    )
+    partial_bytes = 2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes
+    counters = given.seq_lens.shape[0] * queries.bundles(kv_heads)
+    return Plan(mma_kernel(variant, queries), (blocks, 1), partial_bytes, counters)
 
 
 @cache
 def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
-    structs, blocks_per_sm = structs_of(variant), blocks_that_fit(variant, queries)
-    return Kernel(
-        make_decode,
-        (variant, queries),
-        structs,
-        THREADS,
-        blocks_per_sm=blocks_per_sm,
-        shared_bytes=shared_bytes_of(variant, queries),
-    )
+    fit, room = blocks_that_fit(variant, queries), shared_bytes_of(variant, queries)
+    structs = structs_of(variant)
+    return Kernel(make_decode, (variant, queries), structs, THREADS, blocks_per_sm=fit, shared_bytes=room)

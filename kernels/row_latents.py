@@ -12,19 +12,19 @@ from numba import cuda
 
 from .arguments import (
     ARGUMENTS, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant, first_token, head_of,
-    make_first_query, make_ragged, row_of,
+    first_query, make_ragged, row_of,
 )  # fmt: skip
 from .compiler import Kernel, float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_shares, part_bytes
 from .decode_products import UNIT
 from .latent_products import WGMMA_QUERIES, WGMMA_SHARED, make_attend, mma_blocks_per_sm, mma_shared_of, slots_for
 from .latents import (
-    PREFILL_QUERIES, THREADS, Job, bundles_of, latent_queries, make_part_of, make_put, make_settle, make_visible_of,
+    PREFILL_QUERIES, THREADS, Job, bundles_of, dims_of, latent_queries, part_of, make_put, make_settle, visible_of,
     sums_of,
 )  # fmt: skip
 from .launches import most_shared_bytes, multiprocessors
 from .memory import load_i32, shared_address
-from .plans import Geometries, Plan, choose_kernel, make_plan
+from .plans import Geometries, Plan, choose_kernel
 from .softmax import Visible
 
 
@@ -34,12 +34,11 @@ def make_decode(variant: Variant, slots: int) -> Any:
     bundles = bundles_of(variant)
     queries, count, q_len = bundles.per_bundle, bundles.per_head, variant.q_len
     num_sums = sums_of(queries)
-    num_bundles, team = bundles.bundles(1), bundles.team
+    num_bundles, team, mixed = bundles.bundles(1), bundles.team, variant.mixed
 
     share_of_block, piece_at, sequence_after, is_empty = make_shares(bundles, variant.windowed, False)
-    first_query = make_first_query(variant.mixed)
-    part_of = make_part_of(queries)
-    visible_of = make_visible_of(variant)
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
+    strips, dims = queries // 16, dims_of(queries)
     settle = make_settle(variant, bundles, arrived)
     clear = make_clear(variant.dtype, LATENT_V_DIM, bundles)
 
@@ -48,7 +47,7 @@ def make_decode(variant: Variant, slots: int) -> Any:
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
         sums = cuda.local.array(num_sums, float32)
-        part = part_of(thread >> 5)
+        part = part_of(thread >> 5, strips, dims)
         lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, num_bundles // team, NO_GROUPS)
 
         place = int64(cuda.blockIdx.x)
@@ -62,10 +61,12 @@ def make_decode(variant: Variant, slots: int) -> Any:
         while unit < share.end:
             piece = piece_at(unit, share, sequence, before, lengths)
             k, _ = head_of(0, at, strides)
-            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token, mixed)
             first = piece.bundle * queries
             number = first + part.strip * 16 + (lane >> 2)
-            seen = visible_of(number, q_len, piece.first, piece.last + 1, scoring.window)
+            seen = visible_of(
+                number, q_len, piece.first, piece.last + 1, scoring.window, heads_per_kv, causal, windowed
+            )
             high0, high1 = min(seen.high0, piece.token_end), min(seen.high1, piece.token_end)
             visible = Visible(seen.low0, high0, seen.low1, high1)
             row = row_of(sequence, at, strides)
@@ -80,9 +81,14 @@ def make_decode(variant: Variant, slots: int) -> Any:
     return kernel
 
 
-def make_find_queries(variant: Variant) -> Any:
-    """A function for kernels: the sequence that a block of threads works on, and the first of its queries there."""
-    heads_per_kv, mixed = variant.heads_per_kv, variant.mixed
+def make_prefill(variant: Variant, slots: int) -> Any:
+    """The kernel of prefill as a Python function; `slots` as in `latent_products.make_attend`."""
+    attend, _, alignment = make_attend(variant, slots)
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
+    num_sums = sums_of(PREFILL_QUERIES)
+
+    strips, dims, mixed = PREFILL_QUERIES // 16, dims_of(PREFILL_QUERIES), variant.mixed
+    put_outputs, _ = make_put(variant, PREFILL_QUERIES)
 
     @inlined
     def units_of(sequence: int, cu_seqlens: int) -> int:
@@ -95,24 +101,10 @@ def make_find_queries(variant: Variant) -> Any:
 
     @inlined
     def find_queries(cu_seqlens: int, batch: int, lane: int) -> tuple[int, int, bool]:
-        """The lanes of a warp look together. Whether there are any comes last."""
+        """The sequence of a block, its first query there, and whether it has any. The lanes of a warp look together."""
         unit = cuda.gridDim.x - 1 - cuda.blockIdx.x  # the last queries of a prompt see most keys: they go first
         sequence, before = locate(unit, batch, cu_seqlens, lane)
         return sequence, (unit - before) * PREFILL_QUERIES, unit - before < units_of(sequence, cu_seqlens)
-
-    return find_queries
-
-
-def make_prefill(variant: Variant, slots: int) -> Any:
-    """The kernel of prefill as a Python function; `slots` as in `latent_products.make_attend`."""
-    attend, _, alignment = make_attend(variant, slots)
-    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-    num_sums = sums_of(PREFILL_QUERIES)
-
-    find_queries = make_find_queries(variant)
-    part_of = make_part_of(PREFILL_QUERIES)
-    visible_of = make_visible_of(variant)
-    put_outputs, _ = make_put(variant, PREFILL_QUERIES)
 
     @inlined
     def span_of(first_query: int, tokens: int, first: int, length: int, window: int) -> tuple[int, int]:
@@ -127,7 +119,7 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
         sums = cuda.local.array(num_sums, float32)
-        part = part_of(thread >> 5)
+        part = part_of(thread >> 5, strips, dims)
 
         sequence, query, there = find_queries(at.cu_seqlens, sizes.batch, lane)
         if not there:
@@ -143,7 +135,7 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         q, count = at.q + start * strides.q_token, tokens * heads_per_kv
         row = row_of(sequence, at, strides)
         key, end = span_of(query, tokens, first, length, scoring.window)
-        visible = visible_of(number, tokens, first, length, scoring.window)
+        visible = visible_of(number, tokens, first, length, scoring.window, heads_per_kv, causal, windowed)
         job = Job(q, count, query, k, row, key, first, end)
         softmax = attend(sums, base, job, visible, part, strides, scoring, thread, lane)
         to = at.out + start * strides.out_token
@@ -167,13 +159,8 @@ def latent_decode_plan(given: Geometries, variant: Variant, name: str) -> Plan:
     name = choose_kernel(name, given, best_latents(given, bundles.per_bundle))
     kernel = latent_kernel(name, variant, most_shared_bytes(given.q.device))
     blocks = bundles.grid(multiprocessors(given.q.device) * kernel.blocks_per_sm)
-    return make_plan(
-        given,
-        kernel,
-        (blocks, 1),
-        partial_bytes=2 * blocks * part_bytes(bundles, LATENT_V_DIM),
-        counters=given.seq_lens.shape[0] * bundles.bundles(1),
-    )
+    counters = given.seq_lens.shape[0] * bundles.bundles(1)
+    return Plan(kernel, (blocks, 1), 2 * blocks * part_bytes(bundles, LATENT_V_DIM), counters)
 
 
 def latent_prefill_plan(given: Geometries, variant: Variant, name: str, prompts: int) -> Plan:
@@ -181,7 +168,7 @@ def latent_prefill_plan(given: Geometries, variant: Variant, name: str, prompts:
     tokens, num_heads, _ = given.q.shape
     # No batch has more blocks of queries, however its tokens are spread.
     most = tokens * num_heads // PREFILL_QUERIES + prompts
-    return make_plan(given, latent_kernel(name, variant, most_shared_bytes(given.q.device)), (most, 1))
+    return Plan(latent_kernel(name, variant, most_shared_bytes(given.q.device)), (most, 1))
 
 
 @cache

@@ -46,25 +46,20 @@ def begin_softmax() -> Softmax:
     return Softmax(float32(FLOOR), float32(FLOOR), float32(0), float32(0))
 
 
-def make_mask(softcapped: bool, num_scores: int) -> Any:
-    """A function for kernels that makes scores of a tile's products."""
-
-    @inlined
-    def mask(scores: Any, key: int, visible: Visible, inner: float, lane: int) -> None:
-        """`key` is the tile's first. Those that are not visible are taken out."""
-        if softcapped:
-            for i in range(num_scores):
-                scores[i] = tanh(scores[i] * inner)
-        if key + 2 * num_scores > visible.high0 or key < visible.low1:
-            first = key + 2 * (lane & 3)
-            low0, high0 = visible.low0 - first, visible.high0 - first
-            low1, high1 = visible.low1 - first, visible.high1 - first
-            for j in range(num_scores // 4):
-                for i in range(2):
-                    scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
-                    scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
-
-    return mask
+@inlined
+def mask(scores: Any, num_scores: int, softcapped: bool, key: int, visible: Visible, inner: float, lane: int) -> None:
+    """Makes scores of a tile's products; `key` is the tile's first. Keys that are not visible are taken out."""
+    if softcapped:
+        for i in range(num_scores):
+            scores[i] = tanh(scores[i] * inner)
+    if key + 2 * num_scores > visible.high0 or key < visible.low1:
+        first = key + 2 * (lane & 3)
+        low0, high0 = visible.low0 - first, visible.high0 - first
+        low1, high1 = visible.low1 - first, visible.high1 - first
+        for j in range(num_scores // 4):
+            for i in range(2):
+                scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
+                scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
 
 
 @inlined

@@ -15,58 +15,36 @@ import numpy as np
 import torch
 
 from .compiler import SIMULATED, inlined, instruction, instruction_on_array
-from .memory import HALVES, simulated_store_16
+from .memory import HALVES
 
 if SIMULATED:
-    from .simulator import current, warp_meets
+    from .simulator import current, warp_meets, warpgroup_meets
 
 LANES = np.arange(32)
-ROW, PAIR = LANES // 4, LANES % 4
-"""Of a lane in a tensor-core fragment: its row (or column), and which two elements of it."""
+ROW, PAIR = (
+    LANES // 4,
+    LANES % 4,
+)  # of a lane in a tensor-core fragment: its row or column, and which two elements of it
 
 
-def _shuffle_xor(value: Any, mask: int) -> Any:
-    return warp_meets("shuffle_xor", value, lambda values: [values[lane ^ int(mask)] for lane in range(32)])
+def _together(name: str, work_out: Any) -> Any:
+    """What a warp's instruction means: `work_out` makes 32 results of all lanes' operands."""
+    return lambda *operands: warp_meets(name, operands, work_out)
 
 
-def _shuffle_up(value: Any, distance: int) -> Any:
-    return warp_meets(
-        "shuffle_up",
-        value,
-        lambda values: [values[i - int(distance)] if i >= distance else values[i] for i in range(32)],
-    )
-
-
-def _shuffle(value: Any, lane: int) -> Any:
-    return warp_meets("shuffle", (value, lane), lambda brought: [brought[int(source) % 32][0] for _, source in brought])
-
-
-def _count_true(condition: int) -> int:
-    return int(warp_meets("count_true", condition, lambda conditions: [sum(map(bool, conditions))] * 32))
-
-
-def _any_lane(condition: int) -> int:
-    return int(warp_meets("any_lane", condition, lambda conditions: [any(conditions)] * 32))
-
-
-def _transpose(word: int) -> Any:
-    def work_out(words: list[Any]) -> list[Any]:
-        matrix = np.array(words, np.uint32).view(np.uint16).reshape(8, 8)
-        return list(np.ascontiguousarray(matrix.T).view(np.uint32).reshape(32))
-
-    return warp_meets("transpose", word, work_out)
+def _transpose(brought: list[Any]) -> list[Any]:
+    matrix = np.array([word for (word,) in brought], np.uint32).view(np.uint16).reshape(8, 8)
+    return list(np.ascontiguousarray(matrix.T).view(np.uint32).reshape(32))
 
 
 def _load_matrices(transposed: bool) -> Any:
-    def work_out(addresses: list[int]) -> list[Any]:
-        result = np.zeros((32, 4), np.uint32)
-        for index in range(4):
-            rows = [(ctypes.c_uint16 * 8).from_address(address) for address in addresses[8 * index : 8 * index + 8]]
-            matrix = np.array(rows, np.uint16)
-            result[:, index] = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32).reshape(32)
-        return [tuple(words) for words in result]
+    def work_out(brought: list[Any]) -> list[Any]:
+        rows = [(ctypes.c_uint16 * 8).from_address(int(address)) for (address,) in brought]
+        matrices = np.array(rows, np.uint16).reshape(4, 8, 8)
+        matrices = np.ascontiguousarray(matrices.transpose(0, 2, 1) if transposed else matrices)
+        return [tuple(words) for words in matrices.view(np.uint32).reshape(4, 32).T]
 
-    return lambda address: warp_meets("load_matrices", int(address), work_out)
+    return _together("load_matrices", work_out)
 
 
 # Where a matrix's elements are among the 16-bit halves of fragments, of which a lane has 8 of A and 4 of B.
@@ -76,8 +54,8 @@ A_PLACES = np.fromfunction(
 B_PLACES = np.fromfunction(
     lambda k, column: (column * 4 + k % 8 // 2) * 12 + (4 + k // 8) * 2 + k % 2, (16, 8), dtype=np.intp
 )
+# Where a lane's four sums are in a product [16 x 8].
 PRODUCT_PLACES = np.stack([(ROW + i // 2 * 8) * 8 + 2 * PAIR + i % 2 for i in range(4)], 1)
-"""Of a lane's four sums in a product [16 x 8]."""
 
 
 def _multiply(values: Any) -> Any:
@@ -88,65 +66,59 @@ def _multiply(values: Any) -> Any:
             sums += (halves[A_PLACES] @ halves[B_PLACES]).reshape(-1)[PRODUCT_PLACES]
         return list(zip(*[iter(sums.reshape(-1))] * 4))
 
-    return lambda *operands: warp_meets("multiply", operands, work_out)
+    return _together("multiply", work_out)
 
 
-def _shuffle_instruction(mode: str, kind: str, meaning: Any, clamp: int = 31) -> Any:
-    """Of floats or, as 64-bit integers, of counts below 2**32."""
-    if kind == "f":
-        asm = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp}, -1;"
-        return instruction(asm, "f", "fr", meaning, reads_only=True, convergent=True)
-    asm = f"{{ .reg .u32 v; cvt.u32.u64 v, $1; shfl.sync.{mode}.b32 v, v, $2, {clamp}, -1; cvt.u64.u32 $0, v; }}"
-    return instruction(asm, "l", "lr", meaning, reads_only=True, convergent=True)
+def _shuffle(mode: str, kind: str, source_of: Any, clamp: int = 31) -> Any:
+    """A value of another lane: a float or, as a 64-bit integer, a count below 2**32."""
+    meaning = _together(
+        f"shuffle {mode}", lambda brought: [brought[source_of(i, int(brought[i][1]))][0] for i in range(32)]
+    )
+    asm = f"shfl.sync.{mode}.b32 $0, $1, $2, {clamp}, -1;"
+    if kind == "l":
+        asm = f"{{ .reg .u32 v; cvt.u32.u64 v, $1; shfl.sync.{mode}.b32 v, v, $2, {clamp}, -1; cvt.u64.u32 $0, v; }}"
+    return instruction(asm, kind, f"{kind}r", meaning, reads_only=True, convergent=True)
 
 
-shuffle_xor = _shuffle_instruction("bfly", "f", _shuffle_xor)
-"""A float of the lane whose number differs in the bits of a mask."""
+def _vote(asm: str, name: str, of_conditions: Any) -> Any:
+    """What all lanes are told of a condition, an integer, in each."""
+    meaning = _together(name, lambda brought: [int(of_conditions(condition for (condition,) in brought))] * 32)
+    return instruction(asm, "l", "l", meaning, reads_only=True, convergent=True)
 
-shuffle = _shuffle_instruction("idx", "f", _shuffle)  # a float of a given lane
 
-shuffle_xor_count = _shuffle_instruction("bfly", "l", _shuffle_xor)
-"""A count of the lane whose number differs in the bits of a mask."""
+# Of the lane whose number differs in the bits of a mask, or of a given lane.
+shuffle_xor, shuffle_xor_count = (_shuffle("bfly", kind, lambda lane, mask: lane ^ mask) for kind in "fl")
+shuffle, shuffle_count = (_shuffle("idx", kind, lambda lane, source: source % 32) for kind in "fl")
+# Of the lane that is a distance before; the first lanes get their own.
+shuffle_up_count = _shuffle("up", "l", lambda lane, distance: lane - distance if lane >= distance else lane, clamp=0)
 
-shuffle_up_count = _shuffle_instruction("up", "l", _shuffle_up, clamp=0)
-"""A count of the lane that is a distance before; the first lanes get their own."""
-
-shuffle_count = _shuffle_instruction("idx", "l", _shuffle)  # a count of a given lane
-
-count_true = instruction(
+count_true = _vote(
     "{ .reg .pred p; .reg .u32 v; setp.ne.s64 p, $1, 0; vote.sync.ballot.b32 v, p, -1; popc.b32 v, v; "
     "cvt.u64.u32 $0, v; }",
-    "l", "l", _count_true, reads_only=True, convergent=True,
+    "count_true", lambda conditions: sum(map(bool, conditions)),
 )  # fmt: skip
-"""In how many lanes a condition, as an integer, is not 0."""
-
-any_lane = instruction(
-    "{ .reg .pred p; setp.ne.s64 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s64 $0, 1, 0, p; }",
-    "l", "l", _any_lane, reads_only=True, convergent=True,
-)  # fmt: skip
-"""1 if a condition, as an integer, is not 0 in some lane."""
-
-sync_warp = instruction(
-    "bar.warp.sync -1;", "", "", lambda: warp_meets("sync_warp", None, lambda values: values), convergent=True
+any_lane = _vote(
+    "{ .reg .pred p; setp.ne.s64 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s64 $0, 1, 0, p; }", "any_lane", any
 )
-"""What the other lanes did before is done."""
 
+# What the other lanes did before is done.
+sync_warp = instruction("bar.warp.sync -1;", "", "", _together("sync_warp", lambda brought: brought), convergent=True)
+
+# An 8x8 matrix of 16-bit elements, a fragment of which each lane has.
 transpose = instruction(
-    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", _transpose, pure=True, convergent=True
-)
-"""Transposes an 8x8 matrix of 16-bit elements, a fragment of which each lane has."""
+    "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", _together("transpose", _transpose), pure=True,
+    convergent=True,
+)  # fmt: skip
 
-LOAD_MATRICES = (
-    "{{ .reg .u32 a; cvt.u32.u64 a, $4; ldmatrix.sync.aligned.m8n8.x4{mode}.shared.b16 {{$0, $1, $2, $3}}, [a]; }}"
-)
-
-load_matrices = instruction(LOAD_MATRICES.format(mode=""), "rrrr", "l", _load_matrices(False), convergent=True)
-"""Fragments of four 8x8 matrices in shared memory; each lane gives the address of a row of 16 bytes."""
-
-load_matrices_transposed = instruction(
-    LOAD_MATRICES.format(mode=".trans"), "rrrr", "l", _load_matrices(True), convergent=True
-)
-"""The same, of the transposed matrices."""
+# Fragments of four 8x8 matrices in shared memory; each lane gives the address of a row of 16 bytes.
+load_matrices, load_matrices_transposed = (
+    instruction(
+        "{ .reg .u32 a; cvt.u32.u64 a, $4; "
+        f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [a]; }}",
+        "rrrr", "l", _load_matrices(transposed), convergent=True,
+    )
+    for transposed in (False, True)
+)  # fmt: skip
 
 multiply = {
     dtype: instruction(
@@ -213,25 +185,18 @@ def make_meet(threads: int) -> tuple[Any, Any]:
     )
 
 
-if SIMULATED:
-    from .simulator import current, warpgroup_meets
-
 PANEL = 64  # elements of a row: 128 bytes are the widest that can be swizzled
 ROW_BYTES = 128
 ATOM_BYTES = 8 * ROW_BYTES  # of eight rows, the unit of swizzling; panels begin at multiples of it
 
-LAYOUT = 1 << 30 | ATOM_BYTES >> 4
-"""The upper half of an operand's descriptor: 128-byte swizzle, and the bytes between its atoms."""
+LAYOUT = 1 << 30 | ATOM_BYTES >> 4  # upper half of an operand's descriptor: swizzle, and bytes between atoms
 
 
 def make_operand_at(panel_bytes: int) -> Any:
     """A function for kernels: the lower half of the descriptor of what begins at an address in shared memory.
 
-    Products take that. It counts vectors of 16 bytes, so that what lies some vectors further on is found by adding
-    their number; that is all the work between two products, which the tensor cores would wait for.
-
-    Args:
-        panel_bytes: from one panel of B to the next, where rows of it are summed over.
+    It counts vectors of 16 bytes. So one addition finds an operand some vectors further on; tensor cores would wait for
+    more work between two products. `panel_bytes` lie between panels of B, where rows of it are summed over.
     """
     panels = 0 if SIMULATED else panel_bytes >> 4 << 16
 
@@ -266,10 +231,8 @@ def _add_product(brought: list[Any], a: Any, b: Any, accumulate: bool) -> list[N
 
 
 def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
-    """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by `operand_at` each one's first row.
-
-    Called by a warpgroup; the sums are there after `make_wait_products`.
-    """
+    """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by `operand_at` each one's first row; called by a warpgroup. The
+    sums may be read after `make_wait_products`."""
     values = HALVES[dtype].values
 
     def meaning(sums: Any, a: int, b: int) -> None:
@@ -289,10 +252,8 @@ def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
 
 
 def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
-    """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by `operand_at` its first row.
-
-    B's panels are `rows` rows each, of which it is 16.
-    """
+    """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by `operand_at` its first row: 16 rows of
+    panels that have `rows`."""
     values = HALVES[dtype].values
 
     def meaning(sums: Any, a0: int, a1: int, a2: int, a3: int, b: int) -> None:
@@ -327,25 +288,21 @@ def make_wait_products(size: int, pending: int) -> Any:
     return instruction_on_array(f"wgmma.wait_group.sync.aligned {pending};", {}, size, "", lambda sums: None)
 
 
-begin_products = instruction("wgmma.fence.sync.aligned;", "", "", lambda: None, convergent=True)
-"""Before the first of some products: registers that they read were written."""
+def _order(asm: str, convergent: bool = True) -> Any:
+    """What the simulator, which keeps all in order, does without."""
+    return instruction(asm, "", "", lambda: None, convergent=convergent)
 
-commit_products = instruction("wgmma.commit_group.sync.aligned;", "", "", lambda: None, convergent=True)
-"""Makes all products since the last commit those of one more."""
 
-publish_shared = instruction("fence.proxy.async.shared::cta;", "", "", lambda: None)
-"""Lets products read what this thread stored in shared memory."""
-
-store_shared_16 = instruction(
-    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", simulated_store_16
-)
-"""Puts 16 bytes to shared memory."""
+begin_products = _order("wgmma.fence.sync.aligned;")  # before the first of some products: their registers were written
+commit_products = _order("wgmma.commit_group.sync.aligned;")  # products since the last commit are one group
+publish_shared = _order("fence.proxy.async.shared::cta;", False)  # products may read what this thread stored
+publish_barriers = _order("fence.mbarrier_init.release.cluster;", False)  # the copy engine may see new barriers
 
 
 def make_take_registers(count: int) -> Any:
     """A warpgroup gives registers back, or waits for more, so that each thread has `count` of them."""
     action = "dec" if count < 128 else "inc"
-    return instruction(f"setmaxnreg.{action}.sync.aligned.u32 {count};", "", "", lambda: None, convergent=True)
+    return _order(f"setmaxnreg.{action}.sync.aligned.u32 {count};")
 
 
 def _init_barrier(address: int, arrivals: int) -> None:
@@ -371,25 +328,18 @@ def _wait_barrier(address: int, parity: int) -> None:
 
 TO_32_BITS = "{ .reg .u32 a, b; cvt.u32.u64 a, $0; cvt.u32.u64 b, $1; "
 
+# Makes 8 bytes of shared memory a barrier that so many arrivals complete, again and again.
 init_barrier = instruction(TO_32_BITS + "mbarrier.init.shared::cta.b64 [a], b; }", "", "ll", _init_barrier)
-"""Makes 8 bytes of shared memory a barrier that so many arrivals complete, again and again."""
-
-publish_barriers = instruction("fence.mbarrier_init.release.cluster;", "", "", lambda: None)
-"""Lets the copy engine see new barriers."""
-
 arrive = instruction("{ .reg .u32 a; cvt.u32.u64 a, $0; mbarrier.arrive.shared::cta.b64 _, [a]; }", "", "l", _arrive)
-"""Arrives at a barrier."""
-
+# Arrives at a barrier, which then also waits for so many bytes to be copied.
 expect_bytes = instruction(
     TO_32_BITS + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [a], b; }", "", "ll", _expect_bytes
 )
-"""Arrives at a barrier, which then also waits for so many bytes to be copied."""
-
+# Waits until a barrier's phase of a parity is complete; the first is 0.
 wait_barrier = instruction(
     TO_32_BITS + ".reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [a], b; @!p bra again; }",
     "", "ll", _wait_barrier,
 )  # fmt: skip
-"""Waits until a barrier's phase of a parity is complete; the first is 0."""
 
 simulated_maps: list[Any] = []  # in the simulator a tensor map is an index into this
 
