@@ -21,8 +21,8 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, make_addressing,
-    first_query, row_of, scales_of,
+    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, first_query, head_of, make_addressing,
+    row_of, scales_of,
 )  # fmt: skip
 from .compiler import float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_settle, make_shares, results_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Addresses, Groups, Sizes, Strides, first_token, first_query, make_ragged, sequence_of
+from .arguments import Addresses, Groups, Sizes, Strides, first_query, first_token, make_ragged, sequence_of
 from .compiler import float32, inlined, int64
 from .decode_products import THREADS, UNIT, Piece, Queries
 from .memory import (

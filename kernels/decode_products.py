@@ -197,9 +197,8 @@ def make_load_run(run: Run, load_16: Any) -> Any:
 
 
 def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
-    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; in place of tokens that are not
-    live
-    others are loaded again."""
+    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; live tokens take the place of tokens
+    that are not."""
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
@@ -330,9 +329,8 @@ def score_of_scale(scale: float, outer: float) -> float:
 
 
 def make_weigh(variant: Variant) -> Any:
-    """A function for kernels that makes scores of 16 tokens and octet `o` weights, as the second product wants them,
-    and
-    brings the octet's older sums to new maxima; `v0` and `v1` are scales of V."""
+    """A function for kernels that makes scores of 16 tokens and octet `o` weights, as the second product wants them; it
+    scales the octet's older sums to new maxima. `v0` and `v1` are scales of V."""
     pack, scaled = HALVES[multiplied_dtype(variant)].pack, variant.kv_dtype is not None
     num_sums = words_of(variant).sums
 

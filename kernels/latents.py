@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import (
-    LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, make_addressing, first_query,
-)  # fmt: skip
+from .arguments import LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, first_query, make_addressing
 from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
 from .decode_products import Piece, Queries

@@ -298,9 +298,10 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
         simulated_maps.append(SimulatedMap(address, sizes, steps, box_tokens))
         return len(simulated_maps) - 1
     cu = driver()
-    kind = "BFLOAT16" if dtype == torch.bfloat16 else "FLOAT16"
+    kinds = cu.CUtensorMapDataType
+    bf16, f16 = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
     status, encoded = cu.cuTensorMapEncodeTiled(
-        cu.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{kind}"], 4, address,
+        bf16 if dtype == torch.bfloat16 else f16, 4, address,
         [cu.cuuint64_t(size) for size in sizes],
         [cu.cuuint64_t(step) for step in steps],
         [cu.cuuint32_t(size) for size in (PANEL, 1, box_tokens, 1)],

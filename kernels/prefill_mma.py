@@ -28,9 +28,7 @@ from .memory import (
 )  # fmt: skip
 from .prompts import Prompt, Work, live, make_prefixes, make_prompts, make_ranges
 from .quantized import EIGHT_BITS
-from .softmax import (
-    Softmax, begin_softmax, make_add_values, mask, make_score, pitch_of, raise_maxima, rescale, weigh,
-)  # fmt: skip
+from .softmax import Softmax, begin_softmax, make_add_values, make_score, mask, pitch_of, raise_maxima, rescale, weigh
 
 
 def make_widened_tiles(

@@ -23,7 +23,7 @@ from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strid
 from .compiler import float32, inlined, uint32
 from .memory import HALVES, shared_address
 from .prefill_rings import (
-    CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, Rings, RingUse, RingUses, Source,
+    CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, RingUse, RingUses, Rings, Source,
     box_of, get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, shared_of, slots_of, tile_bytes,
     tile_of,
 )  # fmt: skip

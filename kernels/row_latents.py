@@ -11,16 +11,16 @@ from typing import Any
 from numba import cuda
 
 from .arguments import (
-    ARGUMENTS, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant, first_token, head_of,
-    first_query, make_ragged, row_of,
+    ARGUMENTS, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant, first_query, first_token, head_of,
+    make_ragged, row_of,
 )  # fmt: skip
 from .compiler import Kernel, float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_shares, part_bytes
 from .decode_products import UNIT
 from .latent_products import WGMMA_QUERIES, WGMMA_SHARED, make_attend, mma_blocks_per_sm, mma_shared_of, slots_for
 from .latents import (
-    PREFILL_QUERIES, THREADS, Job, bundles_of, dims_of, latent_queries, part_of, make_put, make_settle, visible_of,
-    sums_of,
+    PREFILL_QUERIES, THREADS, Job, bundles_of, dims_of, latent_queries, make_put, make_settle, part_of, sums_of,
+    visible_of,
 )  # fmt: skip
 from .launches import most_shared_bytes, multiprocessors
 from .memory import load_i32, shared_address
