@@ -3,7 +3,7 @@
 Tokens that are copied share a block of threads: half of its threads move K and half V, and each of the first looks up
 where a token goes. Otherwise a block has one token, and another block its queries. With a block table only the token's
 address differs. Where lengths are data on the device, the thread that reads the length of a sequence with one new token
-also advances it. Rotations are computed in fp32 and rounded once, to what is stored.
+also advances it. Rotations are computed in fp32 and rounded once, when they are stored.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Turning(NamedTuple):
 
     dtype: torch.dtype
     query_heads: int
-    half_vectors: int  # 16 bytes each, of half of what is rotated of a head: of what is new, not of the cache
+    half_vectors: int  # 16 bytes each, of half of a head's rotated part, in the dtype of new tokens
 
 
 class AppendVariant(NamedTuple):
-    """What a kernel is compiled for. Vectors are 16 bytes of the cache."""
+    """The constants of a kernel. Vectors are 16 bytes of the cache."""
 
     k_vectors: int  # of a token
     k_head_vectors: int
@@ -94,7 +94,7 @@ class AppendVariant(NamedTuple):
     block_size: int  # tokens of a block in the block table; 0: there is none
     limited: bool  # it stops at a limit, and starts are lengths: unless it is ragged, it advances them
     rotation: Turning | None = None
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of what is new and of the cache, where it quantizes
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of new tokens and of the cache, where it quantizes
     given: bool = False  # it quantizes with scales that are given, of whole sequences
 
     @property
@@ -241,7 +241,7 @@ def make_rotations(variant: AppendVariant) -> tuple[Any, Any]:
     """Functions for kernels that rotate a token's heads of K, and of its query."""
     assert variant.rotation
     dtype, query_heads, half_vectors = variant.rotation
-    head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of what is new
+    head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of new tokens
     return (
         make_rotate(dtype, variant.heads, head_vectors, half_vectors),
         make_rotate(dtype, query_heads, head_vectors, half_vectors),

@@ -27,7 +27,7 @@ def v_dim_of(head_dim: int) -> int:
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants of a kernel."""
 
     dtype: torch.dtype
     head_dim: int
@@ -62,7 +62,7 @@ class Addresses(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How much there is, but for what is fixed when a kernel is compiled."""
+    """Sizes of a call that are no constants."""
 
     batch: int
     kv_heads: int
@@ -110,7 +110,7 @@ class Groups(NamedTuple):
     blocks: int  # blocks of threads to work on a KV head's prefixes; one more for each of their blocks of queries
     most_parts: int  # of a query's prefix
     queries: int  # of a block of threads
-    batch: int  # sequences that there are
+    batch: int  # sequences
 
 
 NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0, 0)

@@ -27,11 +27,11 @@ class Geometry(NamedTuple):
 
 
 Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-"""What a `Geometry` is made of: a plain tuple is made in half the time."""
+"""The fields of a `Geometry`: a plain tuple is made in half the time."""
 
 
 def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
-    """Tells what plans are made for, of tensors that may be missing; raises `TypeError` for what is no tensor."""
+    """Returns the geometries of tensors that may be missing; raises `TypeError` for an argument that is no tensor."""
     try:
         return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
     except AttributeError:
@@ -40,7 +40,7 @@ def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
 
 
 def check_integer(name: str, number: int) -> int:
-    """Returns the number, which may be numpy's; raises `TypeError` for what is none."""
+    """Returns the number, which may be numpy's; raises `TypeError` unless it is an integer."""
     try:
         return operator.index(number)
     except TypeError:
@@ -129,7 +129,7 @@ def _check_kind(name: str, tensor: Geometry, dtype: torch.dtype, device: torch.d
 
 
 def check_written(**tensors: Geometry) -> None:
-    """What is written must not repeat itself by a stride of 0; other strides by which it overlaps are not found."""
+    """Refuses tensors to write to that repeat themselves by a stride of 0; other overlaps are not found."""
     for name, tensor in tensors.items():
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.strides)):
             raise ValueError(f"got {name} of strides {tensor.strides}; it must not repeat itself, since it is written")
@@ -152,7 +152,7 @@ def _check_vectors(name: str, tensor: Geometry) -> None:
         )
 
 
-ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16  # what there is arithmetic for
+ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16  # dtypes that kernels compute with
 
 
 def check_rotation(k: Geometry, query: Geometry, rotated: Geometry, cos: Geometry, sin: Geometry) -> None:

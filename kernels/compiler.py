@@ -219,7 +219,7 @@ class Kernel:
     """A kernel, made when it is first launched."""
 
     factory: Callable[..., Any]  # makes the kernel, a plain Python function, from `constants`
-    constants: tuple[Any, ...]  # what is fixed at compile time
+    constants: tuple[Any, ...]  # arguments of `factory`
     structs: Structs  # each parameter of the function is a struct, each field of it an argument
     threads: int  # of a block
     _: KW_ONLY
@@ -263,7 +263,7 @@ class Kernel:
         return ptx
 
     def _target(self, capability: tuple[int, int]) -> tuple[Any, ...]:
-        # PTX runs on later devices; what is newer than Hopper would need a newer version of it.
+        # PTX runs on later devices; targets after Hopper would need a newer version of PTX.
         return (*capability, "a") if self.hopper else min(capability, (9, 0))
 
     def _key(self, capability: tuple[int, int]) -> str:

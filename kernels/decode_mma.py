@@ -270,7 +270,7 @@ def make_put_results(variant: Variant, queries: Queries) -> Any:
                             shared[to + d] = sums[o * num_sums + (w * dims + d) // 2 * 4 + d % 2 * 2 + i]
 
     def make_put(last: int) -> Any:
-        """Of the octets up to one: a loop of so many steps is not unrolled, and then sums are not in registers."""
+        """For the octets up to one: a loop of so many steps is not unrolled, and then sums are not in registers."""
         if last == 0:
 
             @inlined

@@ -30,7 +30,7 @@ LEAST_SHARE = 8  # units of a share at least, so that short sequences are not cu
 
 
 class Lengths(NamedTuple):
-    """What the amount of work follows from."""
+    """The data from which the amount of work follows."""
 
     cu_seqlens: int
     seq_lens: int
@@ -140,14 +140,14 @@ class Results(NamedTuple):
 
 
 def results_of(queries: Queries, head_dim: int) -> Results:
-    """What a block's warps leave."""
+    """The layout for a block of threads."""
     columns = queries.token_warps * queries.per_bundle
     stride = head_dim + 1
     return Results(stride, *accumulate((columns * stride, columns, columns, 1)))
 
 
 def part_bytes(queries: Queries, head_dim: int) -> int:
-    """Of a part: for each query of a bundle sums of V, then for each a maximum and a sum of weights; whole vectors."""
+    """Bytes of a part: sums of V of each query of a bundle, then a maximum and a sum of weights of each."""
     return -(-queries.per_bundle * (head_dim + 2) // 4) * 16
 
 
@@ -183,7 +183,7 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
 
     @inlined
     def part_of(number: int, share: Share, bundle_begin: int, partials: int) -> int:
-        """Of the block that has the same place in the team of the share of this number."""
+        """The part of the block at the same place in the team of the share of this number."""
         where = 2 * share.member + (1 if number * share.size < bundle_begin else 0)
         return partials + number * share_bytes + where * nbytes
 
@@ -316,7 +316,7 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
 
     @inlined
     def add_warps(shared: Any, item: int, outer: float) -> Sum:
-        """Of an item: four dims of query `item // quarter`."""
+        """The sum of an item: four dims of query `item // quarter`."""
         query = item // quarter
         m = float32(FLOOR)
         for w in range(token_warps):

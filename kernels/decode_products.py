@@ -71,7 +71,7 @@ class Queries(NamedTuple):
 
     @property
     def octets(self) -> int:
-        """Of a bundle."""
+        """Octets of a bundle."""
         return self.sharing * self.at_once
 
     @property
@@ -84,7 +84,7 @@ class Queries(NamedTuple):
         return WARPS // self.sharing
 
     def bundles(self, kv_heads: int) -> int:
-        """Of a sequence."""
+        """Bundles of a sequence."""
         return kv_heads * self.octets_per_head // self.octets
 
     def in_teams(self, kv_heads: int) -> Queries:
@@ -93,7 +93,7 @@ class Queries(NamedTuple):
         return self._replace(team=max(size for size in range(1, MOST_IN_TEAM + 1) if bundles % size == 0))
 
     def grid(self, blocks: int) -> int:
-        """Of so many blocks those that are in whole teams; at least one team."""
+        """The largest number of blocks, up to this one, that makes whole teams; at least one team."""
         return max(blocks // self.team, 1) * self.team
 
 
@@ -124,7 +124,7 @@ class Run(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of a lane."""
+        """Words of a lane."""
         return 4 * self.whole + 2 * self.eight + self.four
 
 
@@ -197,7 +197,7 @@ def make_load_run(run: Run, load_16: Any) -> Any:
 
 
 def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
-    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; live tokens take the place of tokens
+    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; live tokens take the place of those
     that are not."""
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
@@ -222,7 +222,7 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
 
     @inlined
     def load_scales(scales: Tokens, token: int, home: int, piece: Piece, lane: int) -> tuple[float, float]:
-        """Of the tokens whose scores a lane has: `lane // 4` and the 8th after that."""
+        """The scales of tokens whose scores a lane has: `lane // 4` and the 8th after that."""
         first = clamp(token + (lane >> 2), piece.first, piece.last)
         second = clamp(token + (lane >> 2) + 8, piece.first, piece.last)
         return load_f32(address_of(first, home, scales)), load_f32(address_of(second, home, scales))
@@ -324,7 +324,7 @@ def make_accumulate(variant: Variant, at_once: int) -> Any:
 
 @inlined
 def score_of_scale(scale: float, outer: float) -> float:
-    """What a token's scores gain by its scale of V; that may be negative, or a NaN, which the weights show."""
+    """The gain of a token's scores by its scale of V, which may be negative, or a NaN that weights show."""
     return (log2(maximum(float32(LEAST_SCALE), abs(scale))) - float32(HEADROOM)) * reciprocal(outer)
 
 

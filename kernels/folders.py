@@ -37,7 +37,7 @@ def private_folder(root: Path) -> Path:
 
 
 def private_folders(root: Path) -> list[Path]:
-    """Returns those that there are. What others have put there under such a name is passed over, links included."""
+    """Returns existing private folders. Entries of other users under such a name are passed over, links included."""
     with suppress(OSError):
         if _keeps_others_out(root):
             return [folder for folder in sorted(root.glob(f"{_prefix()}*")) if _is_private(folder)]

@@ -172,7 +172,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             sums[i] = float32(0)
         softmax = begin_softmax()
         key, coming, slot, free = job.key, job.key, int64(0), int64(0)
-        cuda.syncthreads()  # nobody needs what there was before
+        cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
             copy_queries(base + shared.queries, job, strides, thread)
         for _ in range(slots - 1):
@@ -189,7 +189,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             hold(fragments, base + shared.queries, part, lane)
         while key < job.end:
             wait_older_copies()
-            cuda.syncthreads()  # the tile is there, and nobody needs the one before
+            cuda.syncthreads()  # the tile is there, and no warp needs the one before
             if coming < job.end:
                 copy_tile(base + shared.tiles + free, homes, coming, job, thread)
                 free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
@@ -340,7 +340,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
         softmax = begin_softmax()
         key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         queries, tiles, exchange = base + WGMMA_SHARED.queries, base + WGMMA_SHARED.tiles, base + WGMMA_SHARED.scores
-        cuda.syncthreads()  # nobody needs what there was before
+        cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
             copy_queries(queries, job, strides, thread)
         for _ in range(2):
@@ -365,7 +365,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             wait_copies()
             publish_shared()
-            cuda.syncthreads()  # the next tile is there, and nobody needs the one before this
+            cuda.syncthreads()  # the next tile is there, and no warp needs the one before this
             following = slot + TILE_BYTES if slot < (SLOTS - 1) * TILE_BYTES else int64(0)
             begin_scores(scores, queries, tiles + following, part)  # behind the last tile nothing of them is visible
             begin_sums(sums, weights, tiles + slot, part)
@@ -392,7 +392,7 @@ def make_attend(variant: Variant, slots: int) -> tuple[Any, int, int]:
     """A function for kernels: the attention of a job; called by all threads of a block.
 
     Args:
-        slots: tiles that there is room for; 0: of Hopper's kernel.
+        slots: tiles that shared memory has room for; 0: Hopper's kernel.
 
     Returns:
         also where in shared memory one float is for `settle`, and the alignment of shared memory.

@@ -74,7 +74,7 @@ class Job(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a warp has of the work of a block of threads."""
+    """A warp's part of the work of a block of threads."""
 
     strip: int  # its 16 queries
     half: int  # of a tile's keys; on Hopper of K's numbers
@@ -104,7 +104,7 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
 
     @inlined
     def copy(to: int, lines: int, line: int, source: int, thread: int) -> None:
-        """Of one of so many queries or keys the 16 bytes that are this thread's, of each 128: eight take turns."""
+        """Copies this thread's 16 bytes of each 128 of a query or key; eight threads share one."""
         vector = thread & 7
         source += vector * 16
         to += line * line_bytes + ((vector ^ (line & 7)) if swizzled else vector) * 16
@@ -177,7 +177,7 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
         sums: Any, softmax: Softmax, number: int, count: int, to: int, part: Part, at: Addresses, strides: Strides,
         outer: float, lane: int,
     ) -> None:  # fmt: skip
-        """Of the queries of this number and 8 further on, of `count` whose outputs begin at the address `to`."""
+        """Outputs of the queries of this number and 8 further on, of `count`, which begin at the address `to`."""
         l0, l1 = sum_weights(softmax)
         put_output(sums, 0, softmax.m0, l0, number, count, to, part, at, strides, outer, lane)
         put_output(sums, 2, softmax.m1, l1, number + 8, count, to, part, at, strides, outer, lane)

@@ -123,7 +123,7 @@ class Launch:
 
 
 def index_of(device: torch.device) -> int:
-    """Of a CUDA device; -1: the simulator."""
+    """The index of a CUDA device; -1: the simulator."""
     return device.index if device.type == "cuda" else -1
 
 
@@ -155,7 +155,7 @@ class Workspace:
         self._index = index
         self._partial_bytes = partial_bytes
         self._counters = counters
-        self._by_stream: dict[int, tuple[int, int]] = {}  # what is allocated stays
+        self._by_stream: dict[int, tuple[int, int]] = {}  # allocations are never freed
 
     def room(self) -> tuple[int, int]:
         """Addresses of room for parts and of counters, until the current stream is given other work."""
@@ -197,7 +197,7 @@ def _counters_of(index: int, stream: int, capture: int, counters: int) -> int | 
 
 
 def _take_counters(index: int, counters: int, capturing: bool) -> int | None:
-    """Counters that nobody has had. None: there are none left, and none can be made during a capture."""
+    """Unused counters. None: none are left, and none can be made during a capture."""
     nbytes = -(-counters // 64) * 256
     free, left = _slabs.get(index, (0, 0))
     if left < nbytes:
@@ -221,7 +221,7 @@ def _allocate(index: int, nbytes: int) -> int:
 
 
 def _capture_of(index: int, stream: int) -> int:
-    """What the current stream of a device is captured for; 0: it is not."""
+    """The number of the capture of a device's current stream; 0: it is not captured."""
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
             return _capture_of(index, stream)
@@ -230,7 +230,7 @@ def _capture_of(index: int, stream: int) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; two for the simulator, so that work is shared there as well."""
+    """The multiprocessors of a CUDA device; two for the simulator, so that work is shared there as well."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -249,7 +249,7 @@ def can_be_mapped(tensor: Geometry) -> bool:
 
 
 class SimulatedMap(NamedTuple):
-    """What a tensor map holds, for the simulator."""
+    """A tensor map for the simulator."""
 
     address: int
     sizes: tuple[int, ...]

@@ -82,7 +82,7 @@ def _increment(address: int, last: int) -> int:
 load_i32 = instruction(
     "{ .reg .s32 t; ld.global.nc.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32, reads_only=True
 )
-# Of an integer that this launch may write to.
+# An integer that this launch may write to.
 load_counter = instruction("{ .reg .s32 t; ld.global.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32)
 load_f32 = make_load("global.nc", "f32", reads_only=True)
 load_4, load_8 = (make_load("global.nc", "u32", count, reads_only=True) for count in (1, 2))
@@ -140,7 +140,7 @@ def make_wait_older_copies(pending: int) -> Any:
 store_shared_8, store_shared_16 = (make_store("shared", "u32", count) for count in (2, 4))
 store_shared_f32, store_shared_f32x4 = (make_store("shared", "f32", count) for count in (1, 4))
 load_shared_f32, load_shared_f32x4 = (make_load("shared", "f32", count) for count in (1, 4))
-# Loaded each time: registers are for what is needed more often.
+# Loaded each time: registers are for values that are needed more often.
 load_shared_8 = make_load("volatile.shared", "u32", 2, reads_only=True)
 
 store_shared_i32 = instruction(
@@ -172,12 +172,12 @@ def _float16_bits(low: float, high: float) -> Any:
 
 
 def bfloat16_values(bits: Any) -> Any:
-    """Of an array of uint16."""
+    """The floats that an array of uint16 stands for."""
     return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def float16_values(bits: Any) -> Any:
-    """Of an array of uint16."""
+    """The floats that an array of uint16 stands for."""
     return np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
 
 

@@ -47,7 +47,7 @@ def places(firsts: tuple[int, ...], nothing: int) -> Places:
 
 
 def pick(where: Sequence[int]) -> Picker:
-    """A function that picks what is at some places, in a tuple."""
+    """A function that picks the items at some places, in a tuple."""
     if len(where) > 1:
         return itemgetter(*where)
     return lambda tensors: tuple([tensors[place] for place in where])  # type: ignore[misc]
@@ -68,7 +68,7 @@ class Known(NamedTuple):
 
 
 def addresses_of(tensors: Tensors) -> list[int]:
-    """Of those that are there."""
+    """The addresses of the tensors that are given."""
     return [each.data_ptr() for each in tensors if each is not None]
 
 
@@ -105,7 +105,7 @@ class Plans(Generic[Found]):
     def find(self, tensors: Tensors, *options: Any) -> tuple[Found, list[int]]:
         """The plan for tensors, some of which may be missing, and options, which are numbers, strings and None; and the
         addresses of the tensors that are there. Raises what `make` does."""
-        for known, places, check, plan in self._recent:  # replaced as a whole: another thread sees what was, or what is
+        for known, places, check, plan in self._recent:  # replaced as a whole: other threads see the old or the new
             distinct, twins, missing, nones = places
             given = distinct(tensors)
             is_missing = map(is_, missing(tensors), nones)  # to ask torch whether a tensor equals None takes long

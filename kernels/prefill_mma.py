@@ -237,14 +237,14 @@ def make_attend(variant: Variant, work: Work) -> Any:
             scale = begin_tile(words, base + shared.k, k, k_scales, homes, key, prompt, thread)
         while key < end:
             end_tile(words, scale, base + shared.k, base + shared.k_scales, thread)
-            cuda.syncthreads()  # K is there, and nobody needs the V before
+            cuda.syncthreads()  # K is there, and no warp needs the last V
             scale = begin_tile(words, base + shared.v, v, v_scales, homes, key, prompt, thread)
             look_up(homes, key + tile, row, prompt, thread)
             score(scores, base + shared.queries + warp * 16 * pitch, base + shared.k, lane)
             if scaled:
                 scale_columns(scores, num_scores, base + shared.k_scales, lane)
             end_tile(words, scale, base + shared.v, base + shared.v_scales, thread)
-            cuda.syncthreads()  # V is there, and nobody needs this K
+            cuda.syncthreads()  # V is there, and no warp needs this K
             if key + tile < end:
                 scale = begin_tile(words, base + shared.k, k, k_scales, homes, key + tile, prompt, thread)
 

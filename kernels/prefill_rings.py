@@ -41,7 +41,7 @@ class Ring(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What a tile is copied to: where it goes, and the barrier that waits for its bytes."""
+    """The place of a tile, and the barrier that waits for its bytes."""
 
     address: int
     full: int
@@ -277,7 +277,7 @@ def tile_of(head_dim: int) -> int:
 
 
 class Slots(NamedTuple):
-    """Of each ring."""
+    """The slots of each ring."""
 
     queries: int  # jobs whose queries there is room for
     k: int
@@ -340,7 +340,7 @@ def make_rings(head_dim: int) -> RingUses:
     """The functions on a block's rings."""
     slots, tile, consumers = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim)), 4 * CONSUMERS
     return RingUses(
-        make_ring(JOBS, JOB_BYTES, 2 + consumers),  # those who bring K and V read them as well
+        make_ring(JOBS, JOB_BYTES, 2 + consumers),  # the warps that bring K and V read jobs as well
         make_ring(slots.queries, tile_bytes(head_dim, QUERIES), consumers),
         make_ring(slots.k, tile, consumers),
         make_ring(slots.v, tile, consumers),

@@ -184,7 +184,7 @@ def make_consume_jobs(variant: Variant, uses: RingUses, keys_of_job: Any, keys_o
             number += 1
             job = get_job(wait_job(rings.jobs, number))
         if consumer == 0:
-            take_turn(TURN)  # the other gave one that nobody took
+            take_turn(TURN)  # the other gave one that is not taken yet
 
     return consume_jobs
 
@@ -266,7 +266,7 @@ def make_prefill(variant: Variant) -> Any:
             consume_jobs(rings, at, sizes, strides, scoring, groups, thread, lane)
         else:
             give_registers()
-            # One warp copies K, another one V, and one finds out what is to be done.
+            # One warp copies K, another one V, and one finds jobs.
             if thread < 32:
                 produce_k(rings.jobs, rings.k, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
             elif thread < 64:

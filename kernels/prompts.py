@@ -152,7 +152,7 @@ class PrefixParts(NamedTuple):
 
 
 def prefix_bytes(queries: int, num_heads: int, head_dim: int) -> int:
-    """Of one part for each query and head of a batch: sums of V; a maximum and a sum of weights. In fp32."""
+    """Bytes of one part for each query and head of a batch: sums of V, a maximum and a sum of weights, in fp32."""
     return queries * num_heads * (head_dim + 2) * 4
 
 

@@ -1,6 +1,6 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
-Into a cache of 8 bits it quantizes on the way, what is rotated as well. The kernels are in `appending`.
+New tokens of a cache of 8 bits are quantized, after any rotation. The kernels are in `appending`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def bind_append(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
 ) -> Callable[[int, int, int], None]:  # fmt: skip
-    """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
+    """`append`, one token to each sequence, for tensors that look like these: the work of each step.
 
     Returns:
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the

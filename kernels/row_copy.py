@@ -32,7 +32,7 @@ def at_once(vectors: int) -> int:
 
 
 def most_tokens(vectors: int) -> int:
-    """Of a block of threads: those that are on their way together."""
+    """Tokens of a block of threads: those that are on their way together."""
     return IN_FLIGHT * at_once(vectors)
 
 

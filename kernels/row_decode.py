@@ -125,7 +125,7 @@ def check_decode(geometry: Keys) -> Geometries:
 def variant_of(
     given: Geometries, windowed: bool, softcapped: bool, *, causal: bool = True, cascaded: bool = False
 ) -> Variant:
-    """What a kernel is compiled for; `q_len` is 0 where `cu_seqlens` is given."""
+    """The constants of a kernel; `q_len` is 0 where `cu_seqlens` is given."""
     *_, num_heads, head_dim = given.q.shape
     q_len, heads_per_kv = 0 if given.cu_seqlens else given.q.shape[1], num_heads // given.k.shape[2]
     block_size, kv_dtype = given.k.shape[1] if given.block_table else 0, given.k.dtype if given.k_scales else None

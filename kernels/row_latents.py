@@ -145,8 +145,8 @@ def make_prefill(variant: Variant, slots: int) -> Any:
 
 
 def best_latents(given: Geometries, queries: int) -> tuple[str, ...]:
-    """The kernels on tensor cores that there are for a call, with so many queries in a block of threads: whose heads
-    fill matrices of 16, and for a device whose shared memory has room for two tiles."""
+    """The kernels on tensor cores for a call with so many queries in a block of threads. Heads must fill matrices of
+    16, and shared memory must have room for two tiles."""
     room = slots_for(queries, most_shared_bytes(given.q.device)) >= 2
     if given.q.shape[-2] % 16 or not room:
         return ()

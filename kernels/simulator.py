@@ -153,7 +153,7 @@ def current() -> Thread:
 
 
 def warp_meets(name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """What a warp instruction gives this thread: `work_out` makes 32 results of 32 values."""
+    """The result of a warp instruction for this thread: `work_out` makes 32 results of 32 values."""
     return current().warp.attend(name, value, work_out)
 
 

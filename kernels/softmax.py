@@ -31,7 +31,7 @@ class Visible(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Of each of a lane's two queries so far: the greatest score `m` up to `SLACK`, and the sum `l` of weights relative
+    """The softmax of each of a lane's two queries so far: the largest score `m` up to `SLACK`, and the sum `l` of weights relative
     to it."""
 
     m0: float
@@ -64,7 +64,7 @@ def mask(scores: Any, num_scores: int, softcapped: bool, key: int, visible: Visi
 
 @inlined
 def raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer: float) -> tuple[float, int]:
-    """What a row's weights are to be relative to, and whether that has changed for any of the warp's rows: the greatest
+    """The reference of a row's weights, and whether that has changed for any of the warp's rows: the largest
     score, if it is beyond `SLACK`. The row's scores begin at `first`; four lanes share it."""
     m = before
     for j in range(num_scores // 4):
@@ -114,7 +114,7 @@ def rescale(sums: Any, num_sums: int, a0: float, a1: float) -> None:
 
 @inlined
 def sum_weights(softmax: Softmax) -> tuple[float, float]:
-    """Of both rows; four lanes share them."""
+    """The sums of weights of both rows, which four lanes share."""
     l0 = softmax.l0
     l1 = softmax.l1
     for step in range(2):

@@ -28,7 +28,7 @@ ROW, PAIR = (
 
 
 def _together(name: str, work_out: Any) -> Any:
-    """What a warp's instruction means: `work_out` makes 32 results of all lanes' operands."""
+    """The meaning of a warp's instruction: `work_out` makes 32 results of all lanes' operands."""
     return lambda *operands: warp_meets(name, operands, work_out)
 
 
@@ -86,10 +86,10 @@ def _vote(asm: str, name: str, of_conditions: Any) -> Any:
     return instruction(asm, "l", "l", meaning, reads_only=True, convergent=True)
 
 
-# Of the lane whose number differs in the bits of a mask, or of a given lane.
+# Values of the lane whose number differs in the bits of a mask, or of a given lane.
 shuffle_xor, shuffle_xor_count = (_shuffle("bfly", kind, lambda lane, mask: lane ^ mask) for kind in "fl")
 shuffle, shuffle_count = (_shuffle("idx", kind, lambda lane, source: source % 32) for kind in "fl")
-# Of the lane that is a distance before; the first lanes get their own.
+# Counts of the lane that is a distance before; the first lanes get their own.
 shuffle_up_count = _shuffle("up", "l", lambda lane, distance: lane - distance if lane >= distance else lane, clamp=0)
 
 count_true = _vote(
@@ -101,7 +101,7 @@ any_lane = _vote(
     "{ .reg .pred p; setp.ne.s64 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s64 $0, 1, 0, p; }", "any_lane", any
 )
 
-# What the other lanes did before is done.
+# Waits for the other lanes: their memory accesses are visible then.
 sync_warp = instruction("bar.warp.sync -1;", "", "", _together("sync_warp", lambda brought: brought), convergent=True)
 
 # An 8x8 matrix of 16-bit elements, a fragment of which each lane has.
@@ -289,7 +289,7 @@ def make_wait_products(size: int, pending: int) -> Any:
 
 
 def _order(asm: str, convergent: bool = True) -> Any:
-    """What the simulator, which keeps all in order, does without."""
+    """An instruction that orders others; the simulator keeps all in order."""
     return instruction(asm, "", "", lambda: None, convergent=convergent)
 
 
