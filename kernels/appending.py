@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Row, Tokens, make_addressing, sequence_of
+from .arguments import Row, Steps, Tokens, make_addressing, sequence_of
 from .compiler import float32, inlined, int64
 from .memory import load_16_cached, load_16_written, load_counter, load_i32, make_turn, store_4, store_16, trap
 from .quantized import make_quantize_heads
@@ -135,18 +135,10 @@ class AppendShape(NamedTuple):
     k_head: int
     v_token: int
     v_head: int
-    k_cache_row: int
-    k_cache_token: int
-    k_cache_head: int
-    v_cache_row: int
-    v_cache_token: int
-    v_cache_head: int
-    k_scales_row: int
-    k_scales_token: int
-    k_scales_head: int
-    v_scales_row: int
-    v_scales_token: int
-    v_scales_head: int
+    k_cache: Steps
+    v_cache: Steps
+    k_scales: Steps
+    v_scales: Steps
 
 
 class Place(NamedTuple):
@@ -158,19 +150,9 @@ class Place(NamedTuple):
 
 
 @inlined
-def caches_of(at: AppendAddresses, shape: AppendShape) -> tuple[Tokens, Tokens]:
-    """K and V in the cache."""
-    k = Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token)
-    v = Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token)
-    return k, v
-
-
-@inlined
-def scales_of(at: AppendAddresses, shape: AppendShape) -> tuple[Tokens, Tokens]:
-    """The scales of K and V."""
-    k = Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token)
-    v = Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token)
-    return k, v
+def in_cache(address: int, steps: Steps) -> Tokens:
+    """K or V in the cache, or their scales."""
+    return Tokens(address, steps.row, steps.token)
 
 
 def make_placing(variant: AppendVariant) -> tuple[Any, Any]:
@@ -221,18 +203,17 @@ def make_append(variant: AppendVariant) -> Any:
         count = min(count_tokens(at, shape) - first, shape.per_block)
         if thread < count:
             place = place_of_token(first + thread, at, shape)
-            k_cache, v_cache = caches_of(at, shape)
-            places[thread] = address_of(place.position, place.home, k_cache)
-            places[most + thread] = address_of(place.position, place.home, v_cache)
+            places[thread] = address_of(place.position, place.home, in_cache(at.k_cache, shape.k_cache))
+            places[most + thread] = address_of(place.position, place.home, in_cache(at.v_cache, shape.v_cache))
             if advances:
                 store_4(at.starts + place.sequence * 4, place.position + 1)
         cuda.syncthreads()
         if thread < THREADS:
             source = at.k + first * shape.k_token
-            move_k(source, shape.k_token, shape.k_head, places, shape.k_cache_head, count, thread)
+            move_k(source, shape.k_token, shape.k_head, places, shape.k_cache.head, count, thread)
         else:
             source = at.v + first * shape.v_token
-            move_v(source, shape.v_token, shape.v_head, places, shape.v_cache_head, count, thread - THREADS)
+            move_v(source, shape.v_token, shape.v_head, places, shape.v_cache.head, count, thread - THREADS)
 
     return kernel
 
@@ -250,7 +231,7 @@ def make_rotations(variant: AppendVariant) -> tuple[Any, Any]:
 
 def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
     """Functions for kernels that write a token's heads of K, and of V, in one of three ways: see
-    `quantizing.make_quantize_heads` for what they take."""
+    `quantized.make_quantize_heads` for their arguments."""
     if variant.dtypes:
         turning = variant.rotation
         half = turning.half_vectors * 16 // turning.dtype.itemsize if turning else 0
@@ -288,19 +269,17 @@ def make_changing_append(variant: AppendVariant) -> Any:
         if token >= count_tokens(at, shape):
             return
         place = place_of_token(token, at, shape)
-        k_cache, v_cache = caches_of(at, shape)
-        k_to = address_of(place.position, place.home, k_cache)
-        v_to = address_of(place.position, place.home, v_cache)
+        k_to = address_of(place.position, place.home, in_cache(at.k_cache, shape.k_cache))
+        v_to = address_of(place.position, place.home, in_cache(at.v_cache, shape.v_cache))
         scaled = load_i32(at.rows + place.sequence * 4) if given else place.home
-        k_scales, v_scales = scales_of(at, shape)
-        k_scales_to = address_of(place.position, scaled, k_scales)
-        v_scales_to = address_of(place.position, scaled, v_scales)
+        k_scales_to = address_of(place.position, scaled, in_cache(at.k_scales, shape.k_scales))
+        v_scales_to = address_of(place.position, scaled, in_cache(at.v_scales, shape.v_scales))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache.head, shape.k_scales.head, cos, sin)
         if has_v:
-            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
+            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache.head, shape.v_scales.head, 0, 0)
         if advances:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:

@@ -68,28 +68,24 @@ class Sizes(NamedTuple):
     kv_heads: int
 
 
+class Steps(NamedTuple):
+    """Bytes from one row (sequence, or block), token and head to the next."""
+
+    row: int
+    token: int
+    head: int
+
+
 class Strides(NamedTuple):
-    """Bytes from one row of the block table to the next, and from one sequence, row (or block), token and head."""
+    """The steps of tensors; bytes from one row of the block table to the next."""
 
     table: int
-    q_batch: int
-    q_token: int
-    q_head: int
-    k_row: int
-    k_token: int
-    k_head: int
-    v_row: int
-    v_token: int
-    v_head: int
-    out_batch: int
-    out_token: int
-    out_head: int
-    k_scales_row: int
-    k_scales_token: int
-    k_scales_head: int
-    v_scales_row: int
-    v_scales_token: int
-    v_scales_head: int
+    q: Steps
+    k: Steps
+    v: Steps
+    out: Steps
+    k_scales: Steps
+    v_scales: Steps
 
 
 class Scoring(NamedTuple):
@@ -114,6 +110,16 @@ class Groups(NamedTuple):
 
 
 NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+class Given(NamedTuple):
+    """The arguments of an attention kernel, for its functions."""
+
+    at: Addresses
+    sizes: Sizes
+    strides: Strides
+    scoring: Scoring
+    groups: Groups
 
 
 class Maps(NamedTuple):
@@ -141,6 +147,12 @@ class Tokens(NamedTuple):
 
 
 @inlined
+def head_in(address: int, head: int, steps: Steps) -> Tokens:
+    """One head of a tensor."""
+    return Tokens(address + head * steps.head, steps.row, steps.token)
+
+
+@inlined
 def row_of(sequence: int, at: Addresses, strides: Strides) -> Row:
     """The row of a sequence; without `rows` it has the sequence's number."""
     number = load_i32(at.rows + sequence * 4) if at.rows != 0 else sequence
@@ -150,17 +162,13 @@ def row_of(sequence: int, at: Addresses, strides: Strides) -> Row:
 @inlined
 def head_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
     """K and V of one head."""
-    k = Tokens(at.k + kv_head * strides.k_head, strides.k_row, strides.k_token)
-    v = Tokens(at.v + kv_head * strides.v_head, strides.v_row, strides.v_token)
-    return k, v
+    return head_in(at.k, kv_head, strides.k), head_in(at.v, kv_head, strides.v)
 
 
 @inlined
 def scales_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
     """The scales of K and V of one head, where there are any."""
-    k = Tokens(at.k_scales + kv_head * strides.k_scales_head, strides.k_scales_row, strides.k_scales_token)
-    v = Tokens(at.v_scales + kv_head * strides.v_scales_head, strides.v_scales_row, strides.v_scales_token)
-    return k, v
+    return head_in(at.k_scales, kv_head, strides.k_scales), head_in(at.v_scales, kv_head, strides.v_scales)
 
 
 @inlined

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -235,7 +234,7 @@ class Kernel:
     def simulate(self, blocks: tuple[int, int], arguments: list[Any]) -> None:
         """Runs a grid of blocks in the simulator, with the fields of all structs, in order."""
         values = iter(arguments)
-        structs = [each._make(islice(values, len(each._fields))) for each in self.structs]
+        structs = [_make(each, values) for each in self.structs]
         self._simulated[blocks, self.threads, 0, self.shared_bytes](*structs)
 
     @property
@@ -306,13 +305,26 @@ ir.Scope.__deepcopy__ = _copy_scope
 
 
 def fields(structs: Structs) -> list[type]:
-    """The types of the structs' fields, in order."""
-    return [kind for each in structs for kind in get_type_hints(each).values()]
+    """The types of the structs' fields, in order, and of those that are structs themselves."""
+    kinds = [kind for each in structs for kind in get_type_hints(each).values()]
+    return [part for kind in kinds for part in ([kind] if kind in TYPES else fields((kind,)))]
+
+
+def _type_of(kind: type) -> Any:
+    """A type of a struct's field, or a struct, to the compiler."""
+    if kind in TYPES:
+        return TYPES[kind]
+    return types.NamedTuple([_type_of(each) for each in get_type_hints(kind).values()], kind)
+
+
+def _make(kind: type, values: Iterator[Any]) -> Any:
+    """A struct, or a field of one, of the next values."""
+    return next(values) if kind in TYPES else kind(*[_make(each, values) for each in get_type_hints(kind).values()])
 
 
 def to_ptx(name: str, function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
     """Compiles a kernel, which gets a name."""
-    signature = types.void(*[types.NamedTuple([TYPES[kind] for kind in fields((each,))], each) for each in structs])
+    signature = types.void(*map(_type_of, structs))
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
     ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)

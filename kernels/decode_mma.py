@@ -21,8 +21,8 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, first_query, head_of, make_addressing,
-    row_of, scales_of,
+    NO_GROUPS, Addresses, Given, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, first_query, head_of,
+    make_addressing, row_of, scales_of,
 )  # fmt: skip
 from .compiler import float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_settle, make_shares, results_of
@@ -73,8 +73,8 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
         0. Returns factors of the scores of a lane's two columns."""
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
-        source = q + query // heads_per_kv * strides.q_token
-        source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q_head
+        source = q + query // heads_per_kv * strides.q.token
+        source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q.head
         for w in range(k_row):
             offset = place_of(w, lane & 3) * vectors
             inside = number < per_head and offset < head_dim * 2
@@ -308,7 +308,8 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     clear = make_clear(variant.dtype, head_dim, queries)
 
     @inlined
-    def decode(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+    def decode(given: Given) -> None:
+        at, sizes, strides = given.at, given.sizes, given.strides
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -319,12 +320,12 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
         weights = cuda.local.array(columns, float32)
         lifts = cuda.local.array(columns, float32)
         bundles = sizes.kv_heads * octets_per_head // octets
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles // team, groups)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, given.scoring.window, bundles // team, given.groups)
 
         place = int64(cuda.blockIdx.x)
         while place < sizes.batch:
             if is_empty(place, lengths):
-                clear(place, bundles, at, strides, scoring.outer, thread)
+                clear(place, bundles, given, thread)
             place += cuda.gridDim.x
 
         share = share_of_block(sizes.batch, lengths, lane)
@@ -337,22 +338,36 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
             row = row_of(sequence, at, strides)
             k, v = head_of(kv_head, at, strides)
             k_scales, v_scales = scales_of(kv_head, at, strides)
-            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token, mixed)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q.row, strides.q.token, mixed)
             held = take_queries(q_fragment, lifts, shared, Octet(kv_head, column), q, strides, warp, lane)
             attend(
-                sums, maxima, weights, held, lifts, k, v, k_scales, v_scales, row, piece, token, column, scoring, lane
+                sums,
+                maxima,
+                weights,
+                held,
+                lifts,
+                k,
+                v,
+                k_scales,
+                v_scales,
+                row,
+                piece,
+                token,
+                column,
+                given.scoring,
+                lane,
             )
             put_results(shared, sums, maxima, weights, warp, lane)
-            settle(shared, piece, share, bundles, at, sizes, strides, groups, scoring.outer, thread)
+            settle(shared, piece, share, bundles, given, thread)
             unit = piece.end
             if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
                 before = unit
                 sequence = sequence_after(sequence, share, unit, lengths)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        decode(at, sizes, strides, scoring, NO_GROUPS)
+        decode(Given(at, sizes, strides, scoring, NO_GROUPS))
 
     def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
-        decode(at, sizes, strides, scoring, groups)
+        decode(Given(at, sizes, strides, scoring, groups))
 
     return cascaded_kernel if variant.cascaded else kernel

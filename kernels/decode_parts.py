@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Addresses, Groups, Sizes, Strides, first_query, first_token, make_ragged, sequence_of
+from .arguments import Given, Groups, first_query, first_token, make_ragged, sequence_of
 from .compiler import float32, inlined, int64
 from .decode_products import THREADS, UNIT, Piece, Queries
 from .memory import (
@@ -267,21 +267,20 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         return octet % octets_per_head * 8 + item // quarter % per_octet, octet // octets_per_head
 
     @inlined
-    def finish(
-        total: Sum, item: int, query: int, kv_head: int, sequence: int, at: Addresses, strides: Strides, outer: float
-    ) -> None:
+    def finish(total: Sum, item: int, query: int, kv_head: int, sequence: int, given: Given) -> None:
         """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
+        at, strides = given.at, given.strides
         weights = total.weights
         head = kv_head * heads_per_kv + query % heads_per_kv
         if at.sinks != 0:
-            weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
+            weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * given.scoring.outer)
         scale = float32(0) if weights == float32(0) else reciprocal(weights)
         to = (
             at.out
-            + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token, mixed)
+            + first_query(sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
             + item % quarter * 8
         )
-        to += query // heads_per_kv * strides.out_token + head * strides.out_head
+        to += query // heads_per_kv * strides.out.token + head * strides.out.head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 
     return query_of, finish
@@ -293,12 +292,12 @@ def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
     query_of, finish = make_finish(dtype, queries, head_dim // 4)
 
     @inlined
-    def clear(sequence: int, bundles: int, at: Addresses, strides: Strides, outer: float, thread: int) -> None:
+    def clear(sequence: int, bundles: int, given: Given, thread: int) -> None:
         item = thread
         while item < bundles * items:
             query, kv_head = query_of(item % items, item // items)
             if query < per_head:
-                finish(NOTHING, item % items, query, kv_head, sequence, at, strides, outer)
+                finish(NOTHING, item % items, query, kv_head, sequence, given)
             item += THREADS
 
     return clear
@@ -340,16 +339,14 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
     add_parts_of_prefix = make_add_parts(place_of_prefix)
 
     @inlined
-    def add_prefix(
-        total: Sum, item: int, query: int, kv_head: int, piece: Piece, sizes: Sizes, groups: Groups, outer: float
-    ) -> Sum:
+    def add_prefix(total: Sum, item: int, query: int, kv_head: int, piece: Piece, given: Given) -> Sum:
         """A piece's first token is the one behind the prefix."""
         place = piece.sequence * q_len + query // heads_per_kv
-        group = sequence_of(piece.sequence, groups.cu_groups, groups.num_groups)
-        tokens = tokens_of_part(group, piece.first, groups, per_sequence)
+        group = sequence_of(piece.sequence, given.groups.cu_groups, given.groups.num_groups)
+        tokens = tokens_of_part(group, piece.first, given.groups, per_sequence)
         num_parts = divide(piece.first + tokens - 1, tokens)
-        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, sizes, groups)
-        return add_parts_of_prefix(total, parts, item, outer)
+        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, given)
+        return add_parts_of_prefix(total, parts, item, given.scoring.outer)
 
     @inlined
     def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
@@ -361,38 +358,35 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         return int64(shared[results.arrived]) == num_parts - 1
 
     @inlined
-    def settle(
-        shared: Any, piece: Piece, share: Share, bundles: int, at: Addresses, sizes: Sizes, strides: Strides,
-        groups: Groups, outer: float, thread: int,
-    ) -> None:  # fmt: skip
+    def settle(shared: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int) -> None:
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
-        mine = part_of(share.number, share, piece.bundle_begin, at.partials)
+        mine = part_of(share.number, share, piece.bundle_begin, given.at.partials)
         cuda.syncthreads()
         item = thread
         while item < items:
             query, kv_head = query_of(item, piece.bundle)
             if query < per_head:
-                total = add_warps(shared, item, outer)
+                total = add_warps(shared, item, given.scoring.outer)
                 if whole:
                     if cascaded and piece.first > 0:
-                        total = add_prefix(total, item, query, kv_head, piece, sizes, groups, outer)
-                    finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
+                        total = add_prefix(total, item, query, kv_head, piece, given)
+                    finish(total, item, query, kv_head, piece.sequence, given)
                 else:
                     put_part(mine, total, item)
             item += THREADS
         cuda.syncthreads()
         if whole:
             return
-        parts = parts_of(piece, share, at.partials)
-        if is_last(shared, at.counters + (piece.sequence * bundles + piece.bundle) * 4, parts.num_parts, thread):
+        parts = parts_of(piece, share, given.at.partials)
+        if is_last(shared, given.at.counters + (piece.sequence * bundles + piece.bundle) * 4, parts.num_parts, thread):
             item = thread
             while item < items:
                 query, kv_head = query_of(item, piece.bundle)
                 if query < per_head:
-                    total = add_parts(NOTHING, parts, item, outer)
+                    total = add_parts(NOTHING, parts, item, given.scoring.outer)
                     if cascaded and piece.first > 0:
-                        total = add_prefix(total, item, query, kv_head, piece, sizes, groups, outer)
-                    finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
+                        total = add_prefix(total, item, query, kv_head, piece, given)
+                    finish(total, item, query, kv_head, piece.sequence, given)
                 item += THREADS
 
     return settle

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
+from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Scoring, Variant
 from .compiler import float32, inlined, instruction, int64, uint32
 from .latents import WARPS, Job, Part, dims_of, latent_queries, make_copies, sums_of
 from .memory import HALVES, commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
@@ -162,9 +162,8 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
 
     @inlined
     def attend(
-        sums: Any, base: int, job: Job, visible: Visible, part: Part, strides: Strides, scoring: Scoring, thread: int,
-        lane: int,
-    ) -> Softmax:  # fmt: skip
+        sums: Any, base: int, job: Job, visible: Visible, part: Part, given: Given, thread: int, lane: int
+    ) -> Softmax:
         scores = cuda.local.array(num_scores, float32)
         fragments = cuda.local.array(num_fragments, uint32)
         homes = cuda.local.array(turns, int64)
@@ -174,7 +173,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
         key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
-            copy_queries(base + shared.queries, job, strides, thread)
+            copy_queries(base + shared.queries, job, given.strides, thread)
         for _ in range(slots - 1):
             if coming < job.end:
                 look_up(homes, coming, job, thread)
@@ -200,9 +199,9 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             leave(scores, base + shared.scores, part, lane)
             cuda.syncthreads()  # scores are there
             take(scores, base + shared.scores, part, lane)
-            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
-            softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
-            softmax = weigh(scores, num_scores, softmax, scoring.outer)
+            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
+            softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
             v = base + shared.tiles + slot + part.dims * 2 + (lane & 15) * PITCH + (lane >> 4) * 16
@@ -216,7 +215,6 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
 
 
 WGMMA_QUERIES = 64  # of a block of threads
-TILE = 32  # keys that are worked on at a time
 SLOTS = 3  # for tiles: of this one V is multiplied, of the next one K, and one is being copied
 PANELS = LATENT_DIM // PANEL
 QUERY_PANEL, KEY_PANEL = WGMMA_QUERIES * ROW_BYTES, TILE * ROW_BYTES
@@ -232,15 +230,11 @@ class WgmmaShared(NamedTuple):
     arrived: int
     end: int
 
-    @property
-    def nbytes(self) -> int:
-        """In all, with what alignment takes."""
-        return self.end + ATOM_BYTES
-
 
 WGMMA_SHARED = WgmmaShared(
     *accumulate((PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * WGMMA_QUERIES * TILE * 4, 16), initial=0)
 )
+WGMMA_BYTES = WGMMA_SHARED.end + ATOM_BYTES  # in all, with the bytes that alignment takes
 
 anew = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
 """An address, from which others are worked out each time: there are no registers to keep those in during a loop."""
@@ -329,9 +323,8 @@ def make_wgmma_attend(variant: Variant) -> Any:
 
     @inlined
     def attend(
-        sums: Any, base: int, job: Job, visible: Visible, part: Part, strides: Strides, scoring: Scoring, thread: int,
-        lane: int,
-    ) -> Softmax:  # fmt: skip
+        sums: Any, base: int, job: Job, visible: Visible, part: Part, given: Given, thread: int, lane: int
+    ) -> Softmax:
         scores = cuda.local.array(num_scores, float32)
         weights = cuda.local.array(num_weights, uint32)
         homes = cuda.local.array(turns, int64)
@@ -342,7 +335,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
         queries, tiles, exchange = base + WGMMA_SHARED.queries, base + WGMMA_SHARED.tiles, base + WGMMA_SHARED.scores
         cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
-            copy_queries(queries, job, strides, thread)
+            copy_queries(queries, job, given.strides, thread)
         for _ in range(2):
             if coming < job.end:
                 look_up(homes, coming, job, thread)
@@ -359,7 +352,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
             wait_scores(scores)
             leave(scores, exchange, part, lane)
             cuda.syncthreads()
-            softmax, _, _ = weigh_tile(scores, exchange, softmax, key, visible, scoring, part, lane)
+            softmax, _, _ = weigh_tile(scores, exchange, softmax, key, visible, given.scoring, part, lane)
         while key < job.end:
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
@@ -378,7 +371,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
             leave(scores, exchange, part, lane)
             cuda.syncthreads()  # scores are there
             key += TILE
-            softmax, a0, a1 = weigh_tile(scores, exchange, softmax, key, visible, scoring, part, lane)
+            softmax, a0, a1 = weigh_tile(scores, exchange, softmax, key, visible, given.scoring, part, lane)
             wait_sums(sums)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
@@ -389,14 +382,8 @@ def make_wgmma_attend(variant: Variant) -> Any:
 
 
 def make_attend(variant: Variant, slots: int) -> tuple[Any, int, int]:
-    """A function for kernels: the attention of a job; called by all threads of a block.
-
-    Args:
-        slots: tiles that shared memory has room for; 0: Hopper's kernel.
-
-    Returns:
-        also where in shared memory one float is for `settle`, and the alignment of shared memory.
-    """
+    """A function for kernels, called by all threads of a block: the attention of a job. `slots` are the tiles that have
+    room; 0: Hopper's kernel. Also where one float is for `settle`, and the alignment of shared memory."""
     if not slots:
         return make_wgmma_attend(variant), WGMMA_SHARED.arrived, ATOM_BYTES
     queries = latent_queries(variant)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Addresses, Row, Strides, Tokens, Variant, first_query, make_addressing
+from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Row, Strides, Tokens, Variant, first_query, make_addressing
 from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
 from .decode_products import Piece, Queries
@@ -117,7 +117,7 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
             line = turn * TOGETHER + (thread >> 3)
             if line < queries:
                 number = min(job.query + line, job.num_queries - 1)
-                source = job.q + number // heads_per_kv * strides.q_token + number % heads_per_kv * strides.q_head
+                source = job.q + number // heads_per_kv * strides.q.token + number % heads_per_kv * strides.q.head
                 copy(to, queries, line, source, thread)
 
     @inlined
@@ -160,27 +160,27 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
 
     @inlined
     def put_output(
-        sums: Any, offset: int, m: float, weights: float, number: int, count: int, to: int, part: Part,
-        at: Addresses, strides: Strides, outer: float, lane: int,
+        sums: Any, offset: int, m: float, weights: float, number: int, count: int, to: int, part: Part, given: Given,
+        lane: int,
     ) -> None:  # fmt: skip
+        at, strides = given.at, given.strides
         if number < count:
             head = number % heads_per_kv
             if at.sinks != 0:
-                weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * outer)
+                weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * given.scoring.outer)
             scale = float32(0) if weights == float32(0) else reciprocal(weights)
-            to += number // heads_per_kv * strides.out_token + head * strides.out_head + part.dims * 2 + (lane & 3) * 4
+            to += number // heads_per_kv * strides.out.token + head * strides.out.head + part.dims * 2 + (lane & 3) * 4
             for j in range(num_sums // 4):
                 store_4(to + j * 16, pack(sums[4 * j + offset] * scale, sums[4 * j + offset + 1] * scale))
 
     @inlined
     def put_outputs(
-        sums: Any, softmax: Softmax, number: int, count: int, to: int, part: Part, at: Addresses, strides: Strides,
-        outer: float, lane: int,
-    ) -> None:  # fmt: skip
+        sums: Any, softmax: Softmax, number: int, count: int, to: int, part: Part, given: Given, lane: int
+    ) -> None:
         """Outputs of the queries of this number and 8 further on, of `count`, which begin at the address `to`."""
         l0, l1 = sum_weights(softmax)
-        put_output(sums, 0, softmax.m0, l0, number, count, to, part, at, strides, outer, lane)
-        put_output(sums, 2, softmax.m1, l1, number + 8, count, to, part, at, strides, outer, lane)
+        put_output(sums, 0, softmax.m0, l0, number, count, to, part, given, lane)
+        put_output(sums, 2, softmax.m1, l1, number + 8, count, to, part, given, lane)
 
     @inlined
     def put_sums(sums: Any, softmax: Softmax, line: int, to: int, part: Part, lane: int) -> None:
@@ -255,14 +255,15 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
 
     @inlined
     def settle(
-        sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, at: Addresses,
-        strides: Strides, outer: float, thread: int, lane: int,
+        sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, given: Given, thread: int,
+        lane: int,
     ) -> None:  # fmt: skip
+        at, strides = given.at, given.strides
         line = part.strip * 16 + (lane >> 2)
         if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
-            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out_batch, strides.out_token, mixed)
+            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
             number = piece.bundle * queries + line
-            put_outputs(sums, softmax, number, count, to, part, at, strides, outer, lane)
+            put_outputs(sums, softmax, number, count, to, part, given, lane)
             return
         to = own_part(share.number, share, piece.bundle_begin, at.partials)
         put_sums(sums, softmax, line, to, part, lane)
@@ -278,7 +279,7 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
             totals = cuda.local.array(24, float32)
             quad, first = thread % quarter, thread // quarter
             while first < queries:
-                add_parts(totals, parts, first, quad, outer)
+                add_parts(totals, parts, first, quad, given.scoring.outer)
                 for i in range(4):
                     number = piece.bundle * queries + first + i * MERGED
                     if number < count:
@@ -286,7 +287,7 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
                         total = Sum(
                             totals[t + 4], totals[t + 5], totals[t], totals[t + 1], totals[t + 2], totals[t + 3]
                         )  # fmt: skip
-                        finish(total, quad, number, 0, piece.sequence, at, strides, outer)
+                        finish(total, quad, number, 0, piece.sequence, given)
                 first += 4 * MERGED
 
     return settle

@@ -63,15 +63,15 @@ def make_find_query(variant: Variant) -> Any:
             sequence = place // q_len
             index = place % q_len
             count = q_len
-            address = at.q + sequence * strides.q_batch + index * strides.q_token
-            out = at.out + sequence * strides.out_batch + index * strides.out_token
+            address = at.q + sequence * strides.q.row + index * strides.q.token
+            out = at.out + sequence * strides.out.row + index * strides.out.token
         else:
             sequence = sequence_of(place, at.cu_seqlens, sizes.batch)
             start = load_i32(at.cu_seqlens + sequence * 4)
             index = place - start
             count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
-            address = at.q + place * strides.q_token
-            out = at.out + place * strides.out_token
+            address = at.q + place * strides.q.token
+            out = at.out + place * strides.out.token
         length = load_i32(at.seq_lens + sequence * 4)
         high = length - count + index + 1 if causal else length
         low = first_token(sequence, at.starts)
@@ -262,7 +262,7 @@ def make_plain(variant: Variant) -> Any:
         k_scales, v_scales = scales_of(head // heads_per_kv, at, strides)
         word = thread
         while word < q_words:
-            numbers = unpack(load_4(query.address + head * strides.q_head + word * 4))
+            numbers = unpack(load_4(query.address + head * strides.q.head + word * 4))
             for i in range(q_per_word):
                 shared_q[word * q_per_word + i] = numbers[i]
             word += THREADS
@@ -280,7 +280,7 @@ def make_plain(variant: Variant) -> Any:
                 shared_o[warp * v_dim + dim] = sums[i]
         cuda.syncthreads()
         combine(
-            shared_o, shared_m, shared_l, query.out + head * strides.out_head, at.sinks, head, scoring.outer, thread
+            shared_o, shared_m, shared_l, query.out + head * strides.out.head, at.sinks, head, scoring.outer, thread
         )
 
     return kernel

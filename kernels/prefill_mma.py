@@ -19,8 +19,8 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    NO_GROUPS, Addresses, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, live_token, make_addressing,
-    row_of, scales_of,
+    NO_GROUPS, Addresses, Given, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, live_token,
+    make_addressing, row_of, scales_of,
 )  # fmt: skip
 from .compiler import float32, inlined, int64, uint32
 from .memory import (
@@ -156,19 +156,19 @@ def make_bring_queries(work: Work, queries: int, head_dim: int, threads: int) ->
     _, copy, turns = make_copy(work.query_block, queries, head_dim, threads)
 
     @inlined
-    def bring_queries(to: int, prompt: Prompt, at: Addresses, strides: Strides, thread: int) -> None:
+    def bring_queries(to: int, prompt: Prompt, given: Given, thread: int) -> None:
         homes = cuda.local.array(turns, int64)
-        tokens = queries_of(prompt, at, strides)
+        tokens = queries_of(prompt, given)
         for i in range(turns):
             query = prompt.query + (thread + i * threads) // (head_dim // 8)
-            homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, strides)
+            homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, given)
         copy(to, tokens, homes, prompt.query, 0, prompt.num_queries, thread)
 
     return bring_queries
 
 
 def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
-    """`widened_tiles.make_widened_tiles`, or the same for 16 bits, which are copied as they are."""
+    """`make_widened_tiles`, or the same for 16 bits, which are copied as they are."""
     head_dim, block_size = variant.head_dim, variant.block_size
     tile = tile_of(head_dim)
     if variant.kv_dtype:
@@ -212,27 +212,26 @@ def make_attend(variant: Variant, work: Work) -> Any:
 
     @inlined
     def attend(
-        sums: Any, base: int, prompt: Prompt, at: Addresses, strides: Strides, scoring: Scoring, thread: int, warp: int,
-        lane: int,
-    ) -> tuple[Softmax, int]:  # fmt: skip
+        sums: Any, base: int, prompt: Prompt, given: Given, thread: int, warp: int, lane: int
+    ) -> tuple[Softmax, int]:
         """`base` is the address of shared memory. With the softmax comes the number in the block of the first of this
         lane's two queries."""
         scores = cuda.local.array(num_scores, float32)
         homes = cuda.local.array(num_homes, int64)
         words = cuda.local.array(num_words, uint32)
-        row = row_of(prompt.sequence, at, strides)
-        k, v = head_of(prompt.kv_head, at, strides)
-        k_scales, v_scales = scales_of(prompt.kv_head, at, strides)
-        key, end = keys_of_block(prompt, scoring.window)
+        row = row_of(prompt.sequence, given.at, given.strides)
+        k, v = head_of(prompt.kv_head, given.at, given.strides)
+        k_scales, v_scales = scales_of(prompt.kv_head, given.at, given.strides)
+        key, end = keys_of_block(prompt, given.scoring.window)
         line = warp * 16 + (lane >> 2)
-        visible = keys_of_lane(prompt, line, scoring.window)
+        visible = keys_of_lane(prompt, line, given.scoring.window)
 
         for i in range(num_sums):
             sums[i] = float32(0)
         softmax = begin_softmax()
         scale = float32(1)
         if key < end:
-            bring_queries(base + shared.queries, prompt, at, strides, thread)
+            bring_queries(base + shared.queries, prompt, given, thread)
             look_up(homes, key, row, prompt, thread)
             scale = begin_tile(words, base + shared.k, k, k_scales, homes, key, prompt, thread)
         while key < end:
@@ -248,11 +247,11 @@ def make_attend(variant: Variant, work: Work) -> Any:
             if key + tile < end:
                 scale = begin_tile(words, base + shared.k, k, k_scales, homes, key + tile, prompt, thread)
 
-            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
-            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
             if grown:
                 rescale(sums, num_sums, a0, a1)
-            softmax = weigh(scores, num_scores, softmax, scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
             if scaled:
                 scale_columns(scores, num_scores, base + shared.v_scales, lane)
             for j in range(tile // 16):
@@ -272,7 +271,7 @@ def make_prefill(variant: Variant) -> Any:
     attend = make_attend(variant, work)
 
     @inlined
-    def prefill(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+    def prefill(given: Given) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -280,16 +279,16 @@ def make_prefill(variant: Variant) -> Any:
         sums = cuda.local.array(num_sums, float32)
         # The last queries of a prompt see most keys: they go first.
         job = cuda.gridDim.y - 1 - cuda.blockIdx.y
-        prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
+        prompt = find_queries(cuda.blockIdx.x, job, given, lane)
         if prompt.query >= prompt.num_queries:
             return
-        softmax, line = attend(sums, base, prompt, at, strides, scoring, thread, warp, lane)
-        put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)
+        softmax, line = attend(sums, base, prompt, given, thread, warp, lane)
+        put(sums, softmax, line, prompt, given, lane)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        prefill(at, sizes, strides, scoring, NO_GROUPS)
+        prefill(Given(at, sizes, strides, scoring, NO_GROUPS))
 
     def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
-        prefill(at, sizes, strides, scoring, groups)
+        prefill(Given(at, sizes, strides, scoring, groups))
 
     return cascaded_kernel if variant.cascaded else kernel

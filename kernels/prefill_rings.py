@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import Addresses, Groups, Row, Sizes, Strides, make_addressing
+from .arguments import Given, Row, make_addressing
 from .compiler import inlined, int64
 from .memory import copy_16, divide, increment, load_shared_i32, store_shared_i32, wait_copies
 from .prompts import Prompt, Work, live
@@ -207,13 +207,13 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
     queries_of, home_of_query = work.queries_of, work.home_of_query
 
     @inlined
-    def bring_queries(to: int, at: Addresses, strides: Strides, job: Prompt, lane: int) -> None:
-        tokens = queries_of(job, at, strides)
+    def bring_queries(to: int, given: Given, job: Prompt, lane: int) -> None:
+        tokens = queries_of(job, given)
         column = lane % vectors
         query = lane // vectors if lane < lines * vectors else queries
         while query < queries:
             number = min(job.query + query, job.num_queries - 1)
-            source = address_of(number, home_of_query(number, job, strides), tokens)
+            source = address_of(number, home_of_query(number, job, given), tokens)
             inside = query % 64 * ROW_BYTES + column // 8 * (64 * ROW_BYTES) + ((column ^ query) & 7) * 16
             copy_16(to + query // 64 * panels_bytes + inside, source + column * 16)
             query += lines
@@ -230,12 +230,10 @@ def make_find_jobs(work: Work, bring_queries: Any, of_jobs: RingUse, of_queries:
     wait_queries_empty, queries_filled = of_queries.wait_empty, of_queries.filled
 
     @inlined
-    def find_jobs(
-        jobs: Ring, queries: Ring, at: Addresses, sizes: Sizes, strides: Strides, groups: Groups, window: int, lane: int
-    ) -> None:
-        per_head = count_jobs(at, sizes, groups, lane)
+    def find_jobs(jobs: Ring, queries: Ring, given: Given, lane: int) -> None:
+        per_head = count_jobs(given, lane)
         per_kv_head = per_head * heads
-        count = per_kv_head * sizes.kv_heads
+        count = per_kv_head * given.sizes.kv_heads
         number = int64(cuda.blockIdx.x)
         n = 0
         while number < count:
@@ -244,17 +242,17 @@ def make_find_jobs(work: Work, bring_queries: Any, of_jobs: RingUse, of_queries:
             kv_head = divide(number, per_kv_head)
             place = number - kv_head * per_kv_head
             head = kv_head * heads + place % heads
-            job = find_queries(head, per_head - 1 - place // heads, at, sizes, groups, window, lane)
+            job = find_queries(head, per_head - 1 - place // heads, given, lane)
             to = wait_job_empty(jobs, n)
             if lane == 0:
                 put_job(to, job)
             job_filled(jobs, n, lane)
-            bring_queries(wait_queries_empty(queries, n), at, strides, job, lane)
+            bring_queries(wait_queries_empty(queries, n), given, job, lane)
             queries_filled(queries, n, lane)
             n += 1
             taken = 0
             if lane == 0:  # as often as there are jobs: then the counter is 0 again
-                taken = int64(increment(at.counters, count - 1))
+                taken = int64(increment(given.at.counters, count - 1))
             number = cuda.gridDim.x + shuffle_count(taken, 0)
         to = wait_job_empty(jobs, n)
         if lane == 0:

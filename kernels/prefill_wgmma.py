@@ -19,7 +19,7 @@ from typing import Any
 
 from numba import cuda
 
-from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant, row_of
+from .arguments import NO_GROUPS, Addresses, Given, Groups, Maps, Scoring, Sizes, Strides, Variant, row_of
 from .compiler import float32, inlined, uint32
 from .memory import HALVES, shared_address
 from .prefill_rings import (
@@ -105,7 +105,7 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
     @inlined
     def consume(
         sums: Any, queries: int, rings: Rings, number: int, begin: int, tiles: int, first_key: int, visible: Visible,
-        scoring: Scoring, consumer: int, lane: int,
+        given: Given, consumer: int, lane: int,
     ) -> Softmax:  # fmt: skip
         """The job is the one of this number, and its tiles are those from `begin` on in the rings."""
         scores = cuda.local.array(num_scores, float32)
@@ -121,9 +121,9 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
         while n < end:
             issue(sums, scores, weights, queries, rings, n, n == begin, consumer)
             release_k(rings.k, n, lane)
-            mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
-            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
-            softmax = weigh(scores, num_scores, softmax, scoring.outer)
+            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
             if n + 1 < end:
                 wait_k(rings.k, n + 1)
@@ -161,10 +161,7 @@ def make_consume_jobs(variant: Variant, uses: RingUses, keys_of_job: Any, keys_o
     consume = make_consume(variant, uses)
 
     @inlined
-    def consume_jobs(
-        rings: Rings, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups, thread: int,
-        lane: int,
-    ) -> None:  # fmt: skip
+    def consume_jobs(rings: Rings, given: Given, thread: int, lane: int) -> None:
         consumer = shuffle_count(thread // WARPGROUP, 0) - 1  # the same in all lanes, as the compiler sees
         line = consumer * 64 + thread % WARPGROUP // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
         sums = cuda.local.array(num_sums, float32)
@@ -173,12 +170,12 @@ def make_consume_jobs(variant: Variant, uses: RingUses, keys_of_job: Any, keys_o
         number, n = 0, 0
         job = get_job(wait_job(rings.jobs, 0))
         while job.sequence >= 0:
-            first_key, tiles = keys_of_job(job, scoring.window)
-            visible = keys_of_lane(job, line, scoring.window)
+            first_key, tiles = keys_of_job(job, given.scoring.window)
+            visible = keys_of_lane(job, line, given.scoring.window)
             own_queries = wait_queries(rings.queries, number) + consumer * queries_bytes
-            softmax = consume(sums, own_queries, rings, number, n, tiles, first_key, visible, scoring, consumer, lane)
+            softmax = consume(sums, own_queries, rings, number, n, tiles, first_key, visible, given, consumer, lane)
             job = get_job(wait_job(rings.jobs, number))  # again: no registers hold it meanwhile
-            put(sums, softmax, line, job, at, sizes, strides, groups, scoring.outer, lane)
+            put(sums, softmax, line, job, given, lane)
             release_job(rings.jobs, number, lane)
             n += tiles
             number += 1
@@ -196,16 +193,14 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
     wait_job, release_job, wait_empty, fill = of_jobs.wait_full, of_jobs.release, of_tiles.wait_empty, of_tiles.fill
 
     @inlined
-    def produce(
-        jobs: Ring, ring: Ring, boxes: bytes, tokens: bytes, at: Addresses, strides: Strides, window: int, lane: int
-    ) -> None:
+    def produce(jobs: Ring, ring: Ring, boxes: bytes, tokens: bytes, given: Given, lane: int) -> None:
         number, n = 0, 0
         job = get_job(wait_job(jobs, 0))
         while job.sequence >= 0:
             sync_warp()
             release_job(jobs, number, lane)
-            first_key, tiles = keys_of_job(job, window)
-            source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, at, strides)
+            first_key, tiles = keys_of_job(job, given.scoring.window)
+            source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, given.at, given.strides)
             home = look_up(first_key, row, job, lane) if tiles > 0 else 0  # else nothing of it need be there
             for i in range(tiles):
                 key = first_key + i * tile
@@ -243,7 +238,7 @@ def make_prefill(variant: Variant) -> Any:
     consume_jobs = make_consume_jobs(variant, uses, keys_of_job, keys_of_lane, work.put)
 
     @inlined
-    def prefill(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+    def prefill(maps: Maps, given: Given) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + ATOM_BYTES - 1) // ATOM_BYTES * ATOM_BYTES
@@ -263,23 +258,23 @@ def make_prefill(variant: Variant) -> Any:
 
         if thread >= WARPGROUP:
             take_registers()
-            consume_jobs(rings, at, sizes, strides, scoring, groups, thread, lane)
+            consume_jobs(rings, given, thread, lane)
         else:
             give_registers()
             # One warp copies K, another one V, and one finds jobs.
             if thread < 32:
-                produce_k(rings.jobs, rings.k, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
+                produce_k(rings.jobs, rings.k, maps.k_boxes, maps.k_tokens, given, lane)
             elif thread < 64:
-                produce_v(rings.jobs, rings.v, maps.v_boxes, maps.v_tokens, at, strides, scoring.window, lane)
+                produce_v(rings.jobs, rings.v, maps.v_boxes, maps.v_tokens, given, lane)
             elif thread < 96:
-                find_jobs(rings.jobs, rings.queries, at, sizes, strides, groups, scoring.window, lane)
+                find_jobs(rings.jobs, rings.queries, given, lane)
 
     def kernel(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        prefill(maps, at, sizes, strides, scoring, NO_GROUPS)
+        prefill(maps, Given(at, sizes, strides, scoring, NO_GROUPS))
 
     def cascaded_kernel(
         maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups
     ) -> None:
-        prefill(maps, at, sizes, strides, scoring, groups)
+        prefill(maps, Given(at, sizes, strides, scoring, groups))
 
     return cascaded_kernel if variant.cascaded else kernel

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arguments import (
-    Addresses, Groups, Sizes, Strides, Tokens, Variant, first_token, live_token, make_ragged, sequence_of,
-)  # fmt: skip
+from .arguments import Given, Groups, Tokens, Variant, first_token, live_token, make_ragged, sequence_of
 from .compiler import inlined
 from .memory import divide, load_i32, store_f32x2
 from .softmax import Softmax, Visible, divisors, make_store, sum_weights
@@ -78,42 +76,39 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
     total, locate = make_ragged(units_of)
 
     @inlined
-    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
-        return total(sizes.batch, at.cu_seqlens, lane)
+    def count_jobs(given: Given, lane: int) -> int:
+        return total(given.sizes.batch, given.at.cu_seqlens, lane)
 
     @inlined
-    def find_queries(
-        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
-    ) -> Prompt:
-        sequence, before = locate(unit, sizes.batch, at.cu_seqlens, lane)
-        start = load_i32(at.cu_seqlens + sequence * 4)
-        count = count_of(sequence, at.cu_seqlens)
-        length = load_i32(at.seq_lens + sequence * 4)
-        begin = first_token(sequence, at.starts)
+    def find_queries(head: int, unit: int, given: Given, lane: int) -> Prompt:
+        sequence, before = locate(unit, given.sizes.batch, given.at.cu_seqlens, lane)
+        start = load_i32(given.at.cu_seqlens + sequence * 4)
+        count = count_of(sequence, given.at.cu_seqlens)
+        length = load_i32(given.at.seq_lens + sequence * 4)
+        begin = first_token(sequence, given.at.starts)
         if windowed:  # tokens that no query of the sequence sees may be gone
-            begin = max(begin, length - count + 1 - window)
+            begin = max(begin, length - count + 1 - given.scoring.window)
         query = (unit - before) * queries_per_block
         kv_head = head // heads_per_kv
         return Prompt(sequence, start, count, query, length - count + query, begin, length, head, kv_head, 0)
 
     @inlined
-    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        address = at.q + prompt.start * strides.q_token + prompt.head * strides.q_head
-        return Tokens(address, 0, strides.q_token)
+    def queries_of(prompt: Prompt, given: Given) -> Tokens:
+        at, strides = given.at, given.strides
+        address = at.q + prompt.start * strides.q.token + prompt.head * strides.q.head
+        return Tokens(address, 0, strides.q.token)
 
     @inlined
-    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
+    def home_of_query(number: int, prompt: Prompt, given: Given) -> int:
         return 0
 
     @inlined
-    def put(
-        sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
-        groups: Groups, outer: float, lane: int,
-    ) -> None:  # fmt: skip
+    def put(sums: Any, softmax: Softmax, line: int, prompt: Prompt, given: Given, lane: int) -> None:
         """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
-        d0, d1 = divisors(softmax, at.sinks, prompt.head, outer)
-        to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
-        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
+        at, strides = given.at, given.strides
+        d0, d1 = divisors(softmax, at.sinks, prompt.head, given.scoring.outer)
+        to = at.out + (prompt.start + prompt.query) * strides.out.token + prompt.head * strides.out.head
+        store(sums, d0, d1, to, strides.out.token, line, prompt.num_queries - prompt.query, lane)
 
     return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
@@ -204,12 +199,12 @@ def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
     """A function for kernels: where the partial results of a query's prefix are, by its place in the batch."""
 
     @inlined
-    def parts_of_query(place: int, head: int, num_parts: int, sizes: Sizes, groups: Groups) -> PrefixParts:
-        num_heads = sizes.kv_heads * heads_per_kv
+    def parts_of_query(place: int, head: int, num_parts: int, given: Given) -> PrefixParts:
+        num_heads = given.sizes.kv_heads * heads_per_kv
         number = place * num_heads + head
-        each = sizes.batch * q_len * num_heads
-        sums = groups.parts
-        states = sums + groups.most_parts * each * (head_dim * 4)
+        each = given.sizes.batch * q_len * num_heads
+        sums = given.groups.parts
+        states = sums + given.groups.most_parts * each * (head_dim * 4)
         return PrefixParts(
             sums + number * (head_dim * 4), states + number * 8, each * (head_dim * 4), each * 8, num_parts
         )
@@ -238,13 +233,12 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     total, locate = make_ragged(units_of)
 
     @inlined
-    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
-        return total(groups.num_groups, (at.seq_lens, groups), lane)
+    def count_jobs(given: Given, lane: int) -> int:
+        return total(given.groups.num_groups, (given.at.seq_lens, given.groups), lane)
 
     @inlined
-    def find_queries(
-        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
-    ) -> Prompt:
+    def find_queries(head: int, unit: int, given: Given, lane: int) -> Prompt:
+        at, groups = given.at, given.groups
         number, before = locate(unit, groups.num_groups, (at.seq_lens, groups), lane)
         prefix = prefix_of_group(number, at.seq_lens, groups, q_len)
         first = load_i32(groups.cu_groups + number * 4)
@@ -252,9 +246,8 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         if prefix > 0:
             count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
             # The blocks of queries of a part follow each other, and find it in the second cache.
-            blocks, tokens = (
-                blocks_of(number, groups, per_sequence), tokens_of_part(number, prefix, groups, per_sequence)
-            )  # fmt: skip
+            blocks = blocks_of(number, groups, per_sequence)
+            tokens = tokens_of_part(number, prefix, groups, per_sequence)  # fmt: skip
             part = divide(unit - before, blocks)
             query = (unit - before - part * blocks) * queries_per_block
             begin = part * tokens
@@ -262,22 +255,21 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, head, head, part)
 
     @inlined
-    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        return Tokens(at.q + prompt.kv_head * heads_per_kv * strides.q_head, 1, strides.q_head)
+    def queries_of(prompt: Prompt, given: Given) -> Tokens:
+        return Tokens(given.at.q + prompt.kv_head * heads_per_kv * given.strides.q.head, 1, given.strides.q.head)
 
     @inlined
-    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
+    def home_of_query(number: int, prompt: Prompt, given: Given) -> int:
         token = number % per_sequence // heads_per_kv
-        return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
+        return (prompt.start + number // per_sequence) * given.strides.q.row + token * given.strides.q.token
 
     @inlined
     def put_query(
-        sums: Any, offset: int, m: float, weights: float, number: int, prompt: Prompt, sizes: Sizes, groups: Groups,
-        lane: int,
-    ) -> None:  # fmt: skip
+        sums: Any, offset: int, m: float, weights: float, number: int, prompt: Prompt, given: Given, lane: int
+    ) -> None:
         if number < prompt.num_queries:
             place = prompt.start * q_len + number // heads_per_kv
-            parts = parts_of_query(place, prompt.kv_head * heads_per_kv + number % heads_per_kv, 0, sizes, groups)
+            parts = parts_of_query(place, prompt.kv_head * heads_per_kv + number % heads_per_kv, 0, given)
             to = parts.sums + prompt.part * parts.sums_stride + (lane & 3) * 8
             for j in range(head_dim // 8):
                 store_f32x2(to + j * 32, sums[4 * j + offset], sums[4 * j + offset + 1])
@@ -285,14 +277,11 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
                 store_f32x2(parts.state + prompt.part * parts.state_stride, m, weights)
 
     @inlined
-    def put(
-        sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
-        groups: Groups, outer: float, lane: int,
-    ) -> None:  # fmt: skip
+    def put(sums: Any, softmax: Softmax, line: int, prompt: Prompt, given: Given, lane: int) -> None:
         """Leaves the partial results of a lane's two queries."""
         l0, l1 = sum_weights(softmax)
         number = prompt.query + line
-        put_query(sums, 0, softmax.m0, l0, number, prompt, sizes, groups, lane)
-        put_query(sums, 2, softmax.m1, l1, number + 8, prompt, sizes, groups, lane)
+        put_query(sums, 0, softmax.m0, l0, number, prompt, given, lane)
+        put_query(sums, 2, softmax.m1, l1, number + 8, prompt, given, lane)
 
     return Work(1, count_jobs, find_queries, queries_of, home_of_query, heads_per_kv, put)

@@ -155,8 +155,8 @@ def _prepare(geometry: tuple[Key | None, ...], addresses: tuple[int | None, ...]
     """Checks a call's geometry and prepares its launch, which will be given the addresses that are None."""
     given = _check(geometry)
     variant = _variant_of(given)
-    shape = _shape_of(given, variant)
-    blocks = -(-shape.tokens // shape.per_block), 2 if given.rotary else 1
+    shape = tokens, per_block, *_ = _shape_of(given, variant)
+    blocks = -(-tokens // per_block), 2 if given.rotary else 1
     strides = [stride * given.k.dtype.itemsize for tensor in given.rotary for stride in tensor.strides[:-1]]
     arguments = (*addresses, *shape, *[None] * len(given.rotary), *strides)
     return Launch(append_kernel(variant), blocks, index_of(given.k.device), arguments)
@@ -234,8 +234,8 @@ def _variant_of(given: Geometries) -> AppendVariant:
     )
 
 
-def _shape_of(given: Geometries, variant: AppendVariant) -> AppendShape:
-    """What its kernel is told of shapes and strides."""
+def _shape_of(given: Geometries, variant: AppendVariant) -> tuple[int, ...]:
+    """The numbers in `AppendShape`."""
     k, v, k_cache, v_cache = given[:4]
     per_block = 1
     if not variant.rotation and not variant.dtypes:
@@ -245,7 +245,7 @@ def _shape_of(given: Geometries, variant: AppendVariant) -> AppendShape:
     cached = [stride * k_cache.dtype.itemsize for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
     by_token = [each.strides if each else (0, 0, 0) for each in (given.k_scales, given.v_scales)]
     scales = [stride * 4 for row, *token, head in by_token for stride in (row, *(token or [0]), head)]
-    return AppendShape(k.shape[0], per_block, given.batch, table, *new, *cached, *scales)
+    return k.shape[0], per_block, given.batch, table, *new, *cached, *scales
 
 
 def _are_given(scales: Geometry | None) -> bool:

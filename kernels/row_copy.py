@@ -13,6 +13,7 @@ import torch
 from numba import cuda
 from torch import Tensor
 
+from .arguments import Steps
 from .checks import (
     ALIGNMENT, Geometry, Key, check_cache, check_device, check_indices, check_integer, check_written, refuse_alignment,
 )  # fmt: skip
@@ -124,12 +125,8 @@ class CopyShape(NamedTuple):
 
     most: int
     tokens: int
-    source_row: int
-    source_token: int
-    source_head: int
-    target_row: int
-    target_token: int
-    target_head: int
+    source: Steps
+    target: Steps
 
 
 def copy_tokens(
@@ -188,9 +185,11 @@ def _prepare(max_length: int, geometry: tuple[Key | None, ...]) -> Launch:
     head_vectors = source.shape[3] * size // 16
     vectors = source.shape[2] * head_vectors
     tokens = tokens_of_block(max_length * ranges, vectors, multiprocessors(source.device))
-    shape = CopyShape(max_length, tokens, *(stride * size for stride in (*source.strides[:3], *target.strides[:3])))
+    strides = [stride * size for stride in (*source.strides[:3], *target.strides[:3])]
     kernel, blocks = copy_kernel(vectors, head_vectors), (-(-max_length // tokens), ranges)
-    return Launch(kernel, blocks, index_of(source.device), (*[None] * len(CopyAddresses._fields), *shape))
+    return Launch(
+        kernel, blocks, index_of(source.device), (*[None] * len(CopyAddresses._fields), max_length, tokens, *strides)
+    )
 
 
 _launches = Plans(_prepare)
@@ -224,11 +223,11 @@ def make_copy(vectors: int, head_vectors: int) -> Any:
         token, copied = cuda.blockIdx.x * shape.tokens, cuda.blockIdx.y * 4
         # All looked up at once, before it is known whether there is a token.
         length = min(load_i32(at.lengths + copied), shape.most)
-        first = at.source + load_i32(at.source_rows + copied) * shape.source_row
-        second = at.target + load_i32(at.target_rows + copied) * shape.target_row
-        first += (load_i32(at.source_starts + copied) + token) * shape.source_token
-        second += (load_i32(at.target_starts + copied) + token) * shape.target_token
-        count, places = min(length - token, shape.tokens), Places(second, shape.target_token)
-        move_tokens(first, shape.source_token, shape.source_head, places, shape.target_head, count, cuda.threadIdx.x)
+        first = at.source + load_i32(at.source_rows + copied) * shape.source.row
+        second = at.target + load_i32(at.target_rows + copied) * shape.target.row
+        first += (load_i32(at.source_starts + copied) + token) * shape.source.token
+        second += (load_i32(at.target_starts + copied) + token) * shape.target.token
+        count, places = min(length - token, shape.tokens), Places(second, shape.target.token)
+        move_tokens(first, shape.source.token, shape.source.head, places, shape.target.head, count, cuda.threadIdx.x)
 
     return kernel

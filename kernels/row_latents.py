@@ -11,13 +11,13 @@ from typing import Any
 from numba import cuda
 
 from .arguments import (
-    ARGUMENTS, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant, first_query, first_token, head_of,
-    make_ragged, row_of,
+    ARGUMENTS, LATENT_V_DIM, NO_GROUPS, Addresses, Given, Scoring, Sizes, Strides, Variant, first_query, first_token,
+    head_of, make_ragged, row_of,
 )  # fmt: skip
 from .compiler import Kernel, float32, inlined, int64, uint32
 from .decode_parts import Lengths, make_clear, make_shares, part_bytes
 from .decode_products import UNIT
-from .latent_products import WGMMA_QUERIES, WGMMA_SHARED, make_attend, mma_blocks_per_sm, mma_shared_of, slots_for
+from .latent_products import WGMMA_BYTES, WGMMA_QUERIES, make_attend, mma_blocks_per_sm, mma_shared_of, slots_for
 from .latents import (
     PREFILL_QUERIES, THREADS, Job, bundles_of, dims_of, latent_queries, make_put, make_settle, part_of, sums_of,
     visible_of,
@@ -43,6 +43,7 @@ def make_decode(variant: Variant, slots: int) -> Any:
     clear = make_clear(variant.dtype, LATENT_V_DIM, bundles)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        given = Given(at, sizes, strides, scoring, NO_GROUPS)
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
@@ -53,7 +54,7 @@ def make_decode(variant: Variant, slots: int) -> Any:
         place = int64(cuda.blockIdx.x)
         while place < sizes.batch:
             if is_empty(place, lengths):
-                clear(place, num_bundles, at, strides, scoring.outer, thread)
+                clear(place, num_bundles, given, thread)
             place += cuda.gridDim.x
 
         share = share_of_block(sizes.batch, lengths, lane)
@@ -61,7 +62,7 @@ def make_decode(variant: Variant, slots: int) -> Any:
         while unit < share.end:
             piece = piece_at(unit, share, sequence, before, lengths)
             k, _ = head_of(0, at, strides)
-            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token, mixed)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q.row, strides.q.token, mixed)
             first = piece.bundle * queries
             number = first + part.strip * 16 + (lane >> 2)
             seen = visible_of(
@@ -71,8 +72,8 @@ def make_decode(variant: Variant, slots: int) -> Any:
             visible = Visible(seen.low0, high0, seen.low1, high1)
             row = row_of(sequence, at, strides)
             job = Job(q, count, first, k, row, piece.token, piece.first, piece.token_end)
-            softmax = attend(sums, base, job, visible, part, strides, scoring, thread, lane)
-            settle(sums, softmax, base, piece, share, part, at, strides, scoring.outer, thread, lane)
+            softmax = attend(sums, base, job, visible, part, given, thread, lane)
+            settle(sums, softmax, base, piece, share, part, given, thread, lane)
             unit = piece.end
             if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
                 before = unit
@@ -115,6 +116,7 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         return low // UNIT * UNIT, end if first < length else 0
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        given = Given(at, sizes, strides, scoring, NO_GROUPS)
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
@@ -132,14 +134,14 @@ def make_prefill(variant: Variant, slots: int) -> Any:
             first = max(first, length - tokens + 1 - scoring.window)
         k, _ = head_of(0, at, strides)
         number = query + part.strip * 16 + (lane >> 2)
-        q, count = at.q + start * strides.q_token, tokens * heads_per_kv
+        q, count = at.q + start * strides.q.token, tokens * heads_per_kv
         row = row_of(sequence, at, strides)
         key, end = span_of(query, tokens, first, length, scoring.window)
         visible = visible_of(number, tokens, first, length, scoring.window, heads_per_kv, causal, windowed)
         job = Job(q, count, query, k, row, key, first, end)
-        softmax = attend(sums, base, job, visible, part, strides, scoring, thread, lane)
-        to = at.out + start * strides.out_token
-        put_outputs(sums, softmax, number, count, to, part, at, strides, scoring.outer, lane)
+        softmax = attend(sums, base, job, visible, part, given, thread, lane)
+        to = at.out + start * strides.out.token
+        put_outputs(sums, softmax, number, count, to, part, given, lane)
 
     return kernel
 
@@ -177,7 +179,7 @@ def latent_kernel(name: str, variant: Variant, shared_bytes: int) -> Kernel:
     variant says how many queries there are, else of prefill."""
     factory = make_decode if variant.q_len else make_prefill
     if name == "wgmma":
-        return Kernel(factory, (variant, 0), ARGUMENTS, THREADS, shared_bytes=WGMMA_SHARED.nbytes, hopper=True)
+        return Kernel(factory, (variant, 0), ARGUMENTS, THREADS, shared_bytes=WGMMA_BYTES, hopper=True)
     queries = latent_queries(variant)
     slots, blocks_per_sm = slots_for(queries, shared_bytes), mma_blocks_per_sm(queries, shared_bytes)
     room = mma_shared_of(queries, slots).nbytes

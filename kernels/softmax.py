@@ -31,7 +31,7 @@ class Visible(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax of each of a lane's two queries so far: the largest score `m` up to `SLACK`, and the sum `l` of weights relative
+    """The softmax of a lane's two queries so far: the largest score `m` up to `SLACK`, the sum `l` of weights relative
     to it."""
 
     m0: float

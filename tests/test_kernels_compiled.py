@@ -12,7 +12,6 @@ from conftest import ROUNDS, run_python
 
 COMPILE = """
     import gc, json, os, random, re, subprocess, sys, tempfile
-    from typing import get_type_hints
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
     from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_latents, row_prefill
@@ -91,7 +90,7 @@ COMPILE = """
             "spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]),
             "complaints": re.findall(r"Potential Performance Loss.*", log),
             "taken": re.findall(r"^\\s*\\.param \\.(?:align 64 \\.)?(\\w+)", ptx, re.M),
-            "given": [PACKED[kind] for struct in kernel.structs for kind in get_type_hints(struct).values()],
+            "given": [PACKED[kind] for kind in compiler.fields(kernel.structs)],
             "double": ".f64" in ptx,
             "wide": "v4.u32" in ptx or "cp.async" in ptx,
             "mma": "mma.sync.aligned.m16n8k16" in ptx,
