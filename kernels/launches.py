@@ -16,6 +16,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -142,20 +143,14 @@ _slabs: dict[int, tuple[int, int]] = {}  # by device: the next free address of t
 _taking = threading.Lock()  # two streams must not be given the same counters
 
 
+@dataclass(eq=False)
 class Workspace:
-    """Memory for a kernel's launches on a device.
+    """Memory for a kernel's launches on a device."""
 
-    Args:
-        index: of the CUDA device; -1: the simulator.
-        partial_bytes: room for parts.
-        counters: 32-bit counters, which are 0 and are left 0 by each launch.
-    """
-
-    def __init__(self, index: int, partial_bytes: int, counters: int) -> None:
-        self._index = index
-        self._partial_bytes = partial_bytes
-        self._counters = counters
-        self._by_stream: dict[int, tuple[int, int]] = {}  # allocations are never freed
+    _index: int  # of the CUDA device; -1: the simulator
+    _partial_bytes: int  # room for partial results
+    _counters: int  # 32-bit counters, which are 0 and are left 0 by each launch
+    _by_stream: dict[int, tuple[int, int]] = field(default_factory=dict)  # allocations are never freed
 
     def room(self) -> tuple[int, int]:
         """Addresses of room for parts and of counters, until the current stream is given other work."""

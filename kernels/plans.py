@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from numbers import Number
 from operator import is_, itemgetter
 from types import NoneType
@@ -28,22 +27,16 @@ Picker = Callable[[Tensors], tuple[torch.Tensor, ...]]
 RECENT = 4  # plans that are found at one look: of layers that take turns there are few kinds
 
 
-class Places(NamedTuple):
-    """Which of a call's tensors are missing, and which are the same."""
+class Known(NamedTuple):
+    """A plan, and how to see whether it is that of a call."""
 
-    distinct: Picker  # those that are there, each once: torch compares none that is there twice
+    options: tuple[Any, ...]
+    distinct: Picker  # the tensors that are given, each once: torch compares none that is there twice
     twins: list[tuple[int, int]]  # where one is again, and where it was first
     missing: Picker
     nones: tuple[None, ...]  # as many as are missing
-
-
-@cache
-def places(firsts: tuple[int, ...], nothing: int) -> Places:
-    """Of tensors of which each is first at one of `firsts`, and None at `nothing`."""
-    missing = [place for place, first in enumerate(firsts) if first == nothing]
-    distinct = [place for place, first in enumerate(firsts) if first == place != nothing]
-    twins = [(place, first) for place, first in enumerate(firsts) if first not in (place, nothing)]
-    return Places(pick(distinct), twins, pick(missing), (None,) * len(missing))
+    check: Callable[..., bool]  # whether distinct tensors look like those of the earlier call
+    plan: Any
 
 
 def pick(where: Sequence[int]) -> Picker:
@@ -56,15 +49,6 @@ def pick(where: Sequence[int]) -> Picker:
 def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:
     """Whether tensors that were the same are again."""
     return all(tensors[again] is tensors[first] for again, first in twins)
-
-
-class Known(NamedTuple):
-    """A plan, and how to see whether it is that of a call."""
-
-    options: tuple[Any, ...]
-    places: Places
-    check: Callable[..., bool]  # whether distinct tensors look like those that there were
-    plan: Any
 
 
 def addresses_of(tensors: Tensors) -> list[int]:
@@ -85,10 +69,12 @@ def check_memory(tensors: Tensors) -> None:
 def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
     """A plan, to be found for tensors like these."""
     names = [*map(id, (*tensors, None))]
-    *firsts, nothing = map(names.index, names)
-    of_tensors = places(tuple(firsts), nothing)
-    guards = TensorGuards(*of_tensors.distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return Known(options, of_tensors, guards.check, plan)
+    *firsts, nothing = map(names.index, names)  # where each tensor is first
+    missing = [place for place, first in enumerate(firsts) if first == nothing]
+    distinct = pick([place for place, first in enumerate(firsts) if first == place != nothing])
+    twins = [(place, first) for place, first in enumerate(firsts) if first not in (place, nothing)]
+    guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Known(options, distinct, twins, pick(missing), (None,) * len(missing), guards.check, plan)
 
 
 class Plans(Generic[Found]):
@@ -105,8 +91,8 @@ class Plans(Generic[Found]):
     def find(self, tensors: Tensors, *options: Any) -> tuple[Found, list[int]]:
         """The plan for tensors, some of which may be missing, and options, which are numbers, strings and None; and the
         addresses of the tensors that are there. Raises what `make` does."""
-        for known, places, check, plan in self._recent:  # replaced as a whole: other threads see the old or the new
-            distinct, twins, missing, nones = places
+        # Replaced as a whole: other threads see the old or the new.
+        for known, distinct, twins, missing, nones, check, plan in self._recent:
             given = distinct(tensors)
             is_missing = map(is_, missing(tensors), nones)  # to ask torch whether a tensor equals None takes long
             if known == options and check(*given) and all(is_missing) and (not twins or same(tensors, twins)):
