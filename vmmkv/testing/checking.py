@@ -1,0 +1,214 @@
+"""check_attention: which awkward rows a kernel reads right, and the report."""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..driver.driver import open_driver
+from ..errors import ArgumentError, DtypeError
+from .answers import TOLERANCES, Answer, Case, Verdict
+from .child import Child
+from .probes import PROBES, Request
+from .rows import SLACK, SPREAD
+from .targets import name_of
+
+BAD = Verdict.WRONG, Verdict.FAULTS, Verdict.HANGS
+NEAR = 30
+"""The power of two of the nearest of far apart rows: their offsets, in bytes, are below 2**31."""
+FAR = "far-tokens", "far-rows"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a kernel does on rows of one kind.
+
+    Attributes:
+        probe: the kind.
+        rows: what is awkward about the rows.
+        verdict: what came of it.
+        error: how far the output is off, relative to the largest number of the right one; None where it is unknown, and
+            where the output holds NaN or infinity.
+        finding: what the kernel does that it should not do; empty where it answers right, refuses, or was not run.
+        note: details, as the message of an error.
+    """
+
+    probe: str
+    rows: str
+    verdict: Verdict
+    error: float | None
+    finding: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a kernel does on awkward rows. `print` shows a table.
+
+    Attributes:
+        kernel: its name.
+        case: what it was called with.
+        findings: one for each kind of rows.
+        overread: tokens that must be mapped behind each length, as in `KVCache(overread=...)`; None if it is not known,
+            or more than 1,024.
+    """
+
+    kernel: str
+    case: Case
+    findings: list[Finding]
+    overread: int | None
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that the kernel does and should not do."""
+        return [each.finding for each in self.findings if each.finding]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the kernel could be called at all."""
+        return self.findings[0].verdict != Verdict.REFUSES
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """The cells of a table: rows, what came of them, what that means."""
+        return [(each.rows, shown(each), each.finding or each.note) for each in self.findings]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{rows:<40.40}  {verdict:<14.14}  {meaning}".rstrip() for rows, verdict, meaning in self.lines())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        case = self.case._asdict() | {"dtype": str(self.case.dtype).removeprefix("torch.")}
+        return {"kernel": self.kernel, "case": case, "overread": self.overread, "findings": [*map(vars, self.findings)]}
+
+
+def shown(finding: Finding) -> str:
+    """A verdict, and how far a wrong output is off."""
+    if finding.verdict != Verdict.WRONG or finding.error is None:
+        return str(finding.verdict)
+    return f"wrong by {finding.error:.0%}" if finding.error < 9.995 else f"wrong by {finding.error:.0e}"
+
+
+def check_attention(
+    kernel: str | Callable[..., Any],
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    queries: int = 1,
+    tokens: int = 257,
+    tolerance: float | None = None,
+    seed: int | None = None,
+    time_limit: float = 300.0,
+) -> Report:
+    """Calls an attention kernel on rows of every awkward kind, and says what it does with them.
+
+    The kernel is called as `kernel(q, k, v, lengths) -> out`:
+
+    - `q`: `[batch, queries, heads, head_dim]`, contiguous.
+    - `k`, `v`: `[batch, tokens, kv_heads, head_dim]`, views with any strides of rows and of tokens, each with its own;
+      `heads / kv_heads` neighbouring query heads share a KV head. They are not to be written.
+    - `lengths`: int32 `[batch]` on the same device. Sequence `i` has the tokens `k[i, :lengths[i]]`. What lies behind
+      them may be anything, or not be mapped.
+    - `out`: a tensor like `q`. Each query sees all tokens of its sequence, there is no causal mask:
+      `softmax(q @ k.T / sqrt(head_dim)) @ v`, and zeros where the length is 0.
+
+    All calls are made in a child process, which imports the kernel by its name. It needs a few MiB of memory: where
+    tokens are gigabytes apart, one piece of memory lies under all of their addresses.
+
+    Args:
+        kernel: a function at the top level of a module; or its name, `"package.module:function"` or
+            `"file.py:function"`; or one of `vmmkv.testing.TARGETS`, as `"sdpa-math"`.
+        device: `"cuda"`, `"cuda:1"` or `"cpu"`; None takes CUDA where there is a GPU.
+        dtype: of Q, K and V; None: bf16 on a GPU, fp32 on the host.
+        kv_heads: None: as many as `heads`.
+        queries: of each sequence.
+        tokens: of the longest sequence. 257 is one more than the largest tile that is usual.
+        tolerance: the error that is rounding, relative to the largest number of the right output; None: 1e-3 for fp32,
+            5e-3 for fp16, 2e-2 for bf16.
+        seed: of all numbers; None: a new one, which the report names.
+        time_limit: seconds that one call may take, with the start of its process.
+
+    Returns:
+        The report.
+
+    Raises:
+        ArgumentError: another process cannot import the kernel, or a number does not fit.
+        DtypeError: the dtype is not fp64, fp32, fp16 or bf16.
+        DeviceError: there is no such device.
+    """
+    place = open_driver(device).device
+    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    if dtype not in TOLERANCES:
+        raise DtypeError(f"asked for Q, K and V as {dtype}; the checker knows {', '.join(map(str, TOLERANCES))}")
+    kv_heads = kv_heads or heads
+    if min(heads, kv_heads, head_dim, queries) < 1 or heads % kv_heads or tokens < 4:
+        raise ArgumentError(
+            f"got heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}, queries={queries}, tokens={tokens}; heads "
+            "must be a multiple of kv_heads, tokens at least 4, and all positive"
+        )
+    # 64 queries of 256 tokens, K and V of a token in 16 KiB: what is spread over gigabytes has to lie closely first.
+    if (record := 2 * kv_heads * head_dim * dtype.itemsize) > 1 << 14:
+        raise ArgumentError(f"K and V of a token take {record} bytes; with at most 16 KiB the checker finds the same")
+    seed = secrets.randbits(32) if seed is None else seed
+    case = Case(str(place), dtype, heads, kv_heads, head_dim, queries, tokens, tolerance or TOLERANCES[dtype], seed)
+    with Child(time_limit) as child:
+        return judge(child, name_of(kernel), case)
+
+
+def judge(child: Child, target: str, case: Case) -> Report:
+    """Makes all calls of a check in a child."""
+    findings: dict[str, Finding] = {}
+    overread: int | None = None
+    for name, probe in PROBES.items():
+        request = Request(target, case, name, extra=overread or 0)
+        lacking = [each for each in probe.needs if findings[each].verdict != Verdict.RIGHT]
+        rows, finding = probe.rows, probe.finding
+        if lacking:
+            answer = Answer(Verdict.NOT_RUN, note=f"needs: {findings[lacking[-1]].rows}")
+        elif name == "end":
+            answer, overread, finding = find_end(child, request, finding)
+        elif name in FAR:
+            answer, rows, finding = find_wrap(child, request, rows, finding)
+        else:
+            answer = child.ask(request)
+        findings[name] = Finding(
+            name, rows, answer.verdict, answer.error, finding if answer.verdict in BAD else "", answer.note
+        )
+    return Report(target, case, [*findings.values()], overread)
+
+
+def find_end(child: Child, request: Request, finding: str) -> tuple[Answer, int | None, str]:
+    """The answer with nothing mapped behind the end, the fewest tokens that must be there for no fault, if they are at
+    most `SLACK`, and the finding."""
+    answer = child.ask(request)
+    if answer.verdict != Verdict.FAULTS:
+        return answer, 0 if answer.verdict == Verdict.RIGHT else None, "wrong where nothing is mapped behind the end"
+
+    def faults(extra: int) -> bool:
+        return child.ask(request._replace(extra=extra)).verdict == Verdict.FAULTS
+
+    if faults(SLACK):
+        return answer, None, f"{finding} by more than {SLACK:,} tokens"
+    needed = 1 + bisect_left(range(1, SLACK), True, key=lambda extra: not faults(extra))
+    return answer, needed, f"{finding} by up to {needed:,} tokens: overread={needed}"
+
+
+def find_wrap(child: Child, request: Request, rows: str, finding: str) -> tuple[Answer, str, str]:
+    """The answer for the nearest tokens, or rows, that are not read right, else for the farthest, with what the rows
+    are, and the finding."""
+    size = request.case.dtype.itemsize.bit_length() - 1
+    for power in sorted({NEAR, 31, 32, 31 + size, 32 + size}):
+        answer = child.ask(request._replace(power=power))
+        if answer.verdict != Verdict.RIGHT:
+            break
+    finding = f"{finding}: beyond 2^{power} bytes, 2^{power - size} elements"
+    if power == NEAR:
+        finding = "wrong where gaps are large, below 2^31 bytes"
+    return answer, rows.format(f"{SPREAD * 2 ** (power - 30):.2g}"), finding
