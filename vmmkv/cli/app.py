@@ -7,6 +7,7 @@ import signal
 import typer
 
 from ..errors import VmmkvError
+from .check_kernel import check_kernel
 from .demo import demo
 from .info import info
 from .output import errors
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (info, plan, demo, top):
+for command in (info, plan, demo, top, check_kernel):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 

@@ -64,18 +64,23 @@ class Report:
     overread: int | None
 
     @property
+    def device(self) -> torch.device:
+        return torch.device(self.case.device)
+
+    @property
     def faults(self) -> list[str]:
         """Everything that the kernel does and should not do."""
         return [each.finding for each in self.findings if each.finding]
 
     @property
-    def runs(self) -> bool:
-        """Whether the kernel could be called at all."""
-        return self.findings[0].verdict != Verdict.REFUSES
+    def right(self) -> bool:
+        """Whether the kernel reads ordinary rows right, and all others right or not at all."""
+        return self.findings[0].verdict == Verdict.RIGHT and not self.faults
 
     def lines(self) -> list[tuple[str, str, str]]:
         """The cells of a table: rows, what came of them, what that means."""
-        return [(each.rows, shown(each), each.finding or each.note) for each in self.findings]
+        told = ["; ".join(filter(None, (each.finding, each.note))) for each in self.findings]
+        return [(each.rows, shown(each), meaning) for each, meaning in zip(self.findings, told)]
 
     def __str__(self) -> str:
         return "\n".join(f"{rows:<40.40}  {verdict:<14.14}  {meaning}".rstrip() for rows, verdict, meaning in self.lines())
@@ -169,17 +174,17 @@ def judge(child: Child, target: str, case: Case) -> Report:
     for name, probe in PROBES.items():
         request = Request(target, case, name, extra=overread or 0)
         lacking = [each for each in probe.needs if findings[each].verdict != Verdict.RIGHT]
-        rows, finding = probe.rows, probe.finding
+        finding = probe.finding
         if lacking:
-            answer = Answer(Verdict.NOT_RUN, note=f"needs: {findings[lacking[-1]].rows}")
+            answer = Answer(Verdict.NOT_RUN, note=f"needs {PROBES[lacking[-1]].rows}")
         elif name == "end":
             answer, overread, finding = find_end(child, request, finding)
         elif name in FAR:
-            answer, rows, finding = find_wrap(child, request, rows, finding)
+            answer, finding = find_wrap(child, request, finding)
         else:
             answer = child.ask(request)
         findings[name] = Finding(
-            name, rows, answer.verdict, answer.error, finding if answer.verdict in BAD else "", answer.note
+            name, probe.rows, answer.verdict, answer.error, finding if answer.verdict in BAD else "", answer.note
         )
     return Report(target, case, [*findings.values()], overread)
 
@@ -189,7 +194,7 @@ def find_end(child: Child, request: Request, finding: str) -> tuple[Answer, int 
     most `SLACK`, and the finding."""
     answer = child.ask(request)
     if answer.verdict != Verdict.FAULTS:
-        return answer, 0 if answer.verdict == Verdict.RIGHT else None, "wrong where nothing is mapped behind the end"
+        return answer, 0 if answer.verdict == Verdict.RIGHT else None, "fails where the next page is not mapped"
 
     def faults(extra: int) -> bool:
         return child.ask(request._replace(extra=extra)).verdict == Verdict.FAULTS
@@ -197,18 +202,19 @@ def find_end(child: Child, request: Request, finding: str) -> tuple[Answer, int 
     if faults(SLACK):
         return answer, None, f"{finding} by more than {SLACK:,} tokens"
     needed = 1 + bisect_left(range(1, SLACK), True, key=lambda extra: not faults(extra))
-    return answer, needed, f"{finding} by up to {needed:,} tokens: overread={needed}"
+    return answer, needed, f"{finding} by up to {needed} token{'s' * (needed > 1)}: overread={needed}"
 
 
-def find_wrap(child: Child, request: Request, rows: str, finding: str) -> tuple[Answer, str, str]:
-    """The answer for the nearest tokens, or rows, that are not read right, else for the farthest, with what the rows
-    are, and the finding."""
+def find_wrap(child: Child, request: Request, finding: str) -> tuple[Answer, str]:
+    """The answer for the nearest tokens, or rows, that are not read right, else for the farthest, and the finding."""
     size = request.case.dtype.itemsize.bit_length() - 1
     for power in sorted({NEAR, 31, 32, 31 + size, 32 + size}):
         answer = child.ask(request._replace(power=power))
         if answer.verdict != Verdict.RIGHT:
             break
-    finding = f"{finding}: beyond 2^{power} bytes, 2^{power - size} elements"
+    if answer.verdict == Verdict.RIGHT:
+        answer = answer._replace(note=f"up to {SPREAD * 2 ** (power - 30):.0f} GiB")
+    finding = f"{finding}: beyond 2^{power} bytes or 2^{power - size} elements"
     if power == NEAR:
-        finding = "wrong where gaps are large, below 2^31 bytes"
-    return answer, rows.format(f"{SPREAD * 2 ** (power - 30):.2g}"), finding
+        finding = "fails where gaps are large, below 2^31 bytes"
+    return answer, finding

@@ -18,11 +18,12 @@ from types import TracebackType
 
 import torch
 
+from ..driver.driver import open_driver
 from .answers import Answer, Verdict
 from .probes import PROBES, Caller, Request
 from .targets import load
 
-START = "import sys; fd, *sys.path = sys.argv[1:]; from vmmkv.testing.child import serve; serve(int(fd))"
+START = "import sys; fd, *sys.path = [*sys.argv[1:], '']; from vmmkv.testing.child import serve; serve(int(fd))"
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of `prctl`."""
 
@@ -108,7 +109,7 @@ def serve(fd: int) -> None:
 def serve_forked(connection: Connection, request: Request) -> None:
     """Answers a request in a process of its own, and says how that has died, if it has."""
     try:
-        load(request.target)  # here, so that it is imported once
+        open_driver("cpu"), load(request.target)  # here, so that all is imported, and linked, once
     except Exception as error:
         connection.send(error)
         return

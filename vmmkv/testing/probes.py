@@ -54,12 +54,15 @@ class Caller:
     def __init__(self, kernel: Kernel, case: Case) -> None:
         self.kernel, self.case, self.make = kernel, case, Maker(case)
         self.on_gpu = self.make.device.type == "cuda"
+        self._kept: list[torch.Tensor] = []
 
     def query(self, batch: int) -> torch.Tensor:
         return self.make.noise(batch, self.case.queries, self.case.heads, self.case.head_dim)
 
     def lengths(self, lengths: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(lengths, dtype=torch.int32, device=self.make.device)
+        """Lengths on the device. They live as long as this: a kernel may know a tensor again by its address."""
+        self._kept.append(torch.tensor(lengths, dtype=torch.int32, device=self.make.device))
+        return self._kept[-1]
 
     def call(self, rows: Rows) -> Answer:
         """The answer to one call."""
@@ -192,17 +195,17 @@ def record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 BASIC = ("plain",)
 RAGGED = ("plain", "ragged")
 PROBES = {
-    "plain": Probe("dense rows of one length", "is no attention", (), plain),
-    "ragged": Probe("lengths of 1, a tile, one more, one less", "wrong on ragged lengths", BASIC, ragged),
-    "empty": Probe("lengths of 0 between others", "wrong on lengths of 0", RAGGED, empty),
-    "nan": Probe("NaN behind every length", "NaN behind lengths comes through", RAGGED, nan_behind),
+    "plain": Probe("dense rows of one length", "fails on ordinary rows", (), plain),
+    "ragged": Probe("ragged lengths, tiles ± 1 token", "fails on ragged lengths", BASIC, ragged),
+    "empty": Probe("lengths of 0 between others", "fails on lengths of 0", RAGGED, empty),
+    "nan": Probe("NaN behind every length", "lets NaN behind lengths through", RAGGED, nan_behind),
     "end": Probe("no page behind the last token", "reads past the end", RAGGED, end),
     "tokens": Probe("strides of tokens", "ignores strides of tokens", BASIC, token_strides),
     "v": Probe("other strides in V than in K", "ignores strides of V", ("plain", "tokens"), v_strides),
     "rows": Probe("strides of rows", "ignores strides of rows", BASIC, row_strides),
-    "far-tokens": Probe("tokens up to {} GiB apart", "wraps at 32 bits", ("plain", "tokens"), far_tokens),
-    "far-rows": Probe("rows up to {} GiB apart", "wraps rows at 32 bits", ("plain", "tokens", "rows"), far_rows),
+    "far-tokens": Probe("tokens that lie gigabytes apart", "wraps tokens at 32 bits", ("plain", "tokens"), far_tokens),
+    "far-rows": Probe("rows that lie gigabytes apart", "wraps rows at 32 bits", ("plain", "tokens", "rows"), far_rows),
     "read-only": Probe("read-only rows", "writes to K or V", BASIC, read_only),
-    "replay": Probe("other lengths in a replay or second call", "keeps lengths of an earlier call", RAGGED, replay),
+    "replay": Probe("lengths that change in place", "keeps lengths of an earlier call", RAGGED, replay),
 }
 """By name, in the order in which they are run."""

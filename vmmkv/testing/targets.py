@@ -6,7 +6,6 @@ Adapters have the calling convention of `check_attention`. They import what they
 from __future__ import annotations
 
 import inspect
-import runpy
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -126,7 +125,10 @@ def load(target: str) -> Callable[..., Any]:
             f"asked for kernel {target!r}; give package.module:function, file.py:function, or {', '.join(TARGETS)}"
         )
     try:
-        found = runpy.run_path(place) if place.endswith(".py") else vars(import_module(place))
+        if place.endswith(".py"):  # its neighbours can be imported as well, as from a script
+            path = Path(place).resolve(strict=True)
+            sys.path.insert(0, str(path.parent))
+        found = vars(import_module(path.stem if place.endswith(".py") else place))
     except Exception as error:
         raise ArgumentError(f"asked for kernel {target!r}; {place} fails: {type(error).__name__}: {error}") from None
     if not callable(found.get(name)):
