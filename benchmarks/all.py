@@ -34,10 +34,11 @@ from .processes import run_command
 
 
 class Kind(StrEnum):
-    """Of a machine: with one GPU, and what a second half hour with one is for, with two, or none."""
+    """Of a machine: with one GPU, what a second and a third half hour with one are for, with two, or none."""
 
     GPU = "gpu"
     SERVING = "serving"
+    CHECKS = "checks"
     GPUS = "gpus"
     HOST = "host"
 
@@ -135,6 +136,7 @@ BENCHMARKS = {
     "attention_prompts": Benchmark(Kind.GPU, 1, "-m benchmarks.attention --only prompts --json"),
     "layout_order": Benchmark(Kind.GPU, 1, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
+    "check_kernels": Benchmark(Kind.CHECKS, 8, "-m benchmarks.check_kernels --json"),
     "reuse": Benchmark(Kind.GPU, 0.8, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "serve_vllm_qwen3": Benchmark(
@@ -200,6 +202,7 @@ BENCHMARKS = {
     "scale": Benchmark(Kind.HOST, 4, "-m benchmarks.scale --json"),
     "prefix_tree": Benchmark(Kind.HOST, 1, "-m benchmarks.prefix_tree --json"),
     "prefix_trace": Benchmark(Kind.HOST, 6, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
+    "check_kernels_cpu": Benchmark(Kind.HOST, 1, "-m benchmarks.check_kernels --device cpu --json"),
     "room": Benchmark(Kind.HOST, 1, "-m benchmarks.room --json"),
     "eight_bits": Benchmark(Kind.HOST, 2, "-m benchmarks.eight_bits --json"),
     "layout_order_waste": Benchmark(Kind.HOST, 1, "-m benchmarks.layout_order --trace {conv} --json"),

@@ -20,6 +20,7 @@ from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
     batching_tables,
+    check_kernels,
     comparisons,
     counters_tables,
     eight_bits_tables,
@@ -324,6 +325,16 @@ def overread_decode(result: Result) -> str:
 @table("overread_gpu.json")
 def overread_nan(result: Result) -> str:
     return overread.verdict(result)
+
+
+@table("check_kernels_gpu.json")
+def checked_kernels(result: Result) -> str:
+    return f"{markdown(*check_kernels.table(result))}\n\n{check_kernels.told_versions(result)}"
+
+
+@table("check_kernels_cpu.json")
+def checked_kernels_on_the_host(result: Result) -> str:
+    return f"{markdown(*check_kernels.table(result))}\n\n{check_kernels.told_versions(result)}"
 
 
 @table("counters_gpu.json")

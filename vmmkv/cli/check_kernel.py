@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import torch
 import typer
 from rich.markup import escape
 
@@ -47,7 +48,7 @@ def check_kernel(
         seed=seed,
     )
     if json_output:
-        print_json(report.as_dict() | {"environment": environment(report.device)})
+        print_json(report.as_dict() | {"environment": environment(torch.device(report.case.device))})
     else:
         cells = [map(escape, line) for line in report.lines()]
         table = make_table(f"{escape(kernel)} on {report.case.device}", ("rows", "answer", "finding"), cells)

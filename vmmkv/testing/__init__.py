@@ -1,11 +1,11 @@
 """A checker for attention kernels: `check_attention` gives one rows of every awkward kind.
 
-    checking    what users call: it decides what is asked next, and makes the report
-    child       the process in which kernels are called
-    probes      the calls, one for each kind of rows
-    rows        K and V of these kinds
-    answers     what a call answered, and float64 attention
-    targets     kernels by name, and adapters for common ones
+checking    what users call: it decides what is asked next, and makes the report
+child       the process in which kernels are called
+probes      the calls, one for each kind of rows
+rows        K and V of these kinds
+answers     what a call answered, and float64 attention
+targets     kernels by name, and adapters for common ones
 """
 
 from .answers import Verdict

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..driver.driver import open_driver
 from ..errors import ArgumentError, DtypeError
 from .answers import TOLERANCES, Answer, Case, Verdict
 from .child import Child
@@ -21,11 +19,12 @@ from .targets import name_of
 BAD = Verdict.WRONG, Verdict.FAULTS, Verdict.HANGS
 NEAR = 30
 """The power of two of the nearest of far apart rows: their offsets, in bytes, are below 2**31."""
-FAR = "far-tokens", "far-rows"
+FAR = "far_tokens", "far_rows"
+MOST_BYTES = 1 << 13
+"""Of K and V of a token: far apart tokens lie closely in one frame, which has to fit between two of them."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What a kernel does on rows of one kind.
 
     Attributes:
@@ -46,8 +45,7 @@ class Finding:
     note: str
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What a kernel does on awkward rows. `print` shows a table.
 
     Attributes:
@@ -62,10 +60,6 @@ class Report:
     case: Case
     findings: list[Finding]
     overread: int | None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.case.device)
 
     @property
     def faults(self) -> list[str]:
@@ -83,12 +77,12 @@ class Report:
         return [(each.rows, shown(each), meaning) for each, meaning in zip(self.findings, told)]
 
     def __str__(self) -> str:
-        return "\n".join(f"{rows:<40.40}  {verdict:<14.14}  {meaning}".rstrip() for rows, verdict, meaning in self.lines())
+        return "\n".join(f"{rows:<32}  {answer:<12}  {meaning}".rstrip() for rows, answer, meaning in self.lines())
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         case = self.case._asdict() | {"dtype": str(self.case.dtype).removeprefix("torch.")}
-        return {"kernel": self.kernel, "case": case, "overread": self.overread, "findings": [*map(vars, self.findings)]}
+        return self._asdict() | {"case": case, "findings": [each._asdict() for each in self.findings]}
 
 
 def shown(finding: Finding) -> str:
@@ -148,8 +142,8 @@ def check_attention(
         DtypeError: the dtype is not fp64, fp32, fp16 or bf16.
         DeviceError: there is no such device.
     """
-    place = open_driver(device).device
-    dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if dtype not in TOLERANCES:
         raise DtypeError(f"asked for Q, K and V as {dtype}; the checker knows {', '.join(map(str, TOLERANCES))}")
     kv_heads = kv_heads or heads
@@ -158,11 +152,12 @@ def check_attention(
             f"got heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}, queries={queries}, tokens={tokens}; heads "
             "must be a multiple of kv_heads, tokens at least 4, and all positive"
         )
-    # 64 queries of 256 tokens, K and V of a token in 16 KiB: what is spread over gigabytes has to lie closely first.
-    if (record := 2 * kv_heads * head_dim * dtype.itemsize) > 1 << 14:
-        raise ArgumentError(f"K and V of a token take {record} bytes; with at most 16 KiB the checker finds the same")
+    if (record := 2 * kv_heads * head_dim * dtype.itemsize) > MOST_BYTES:
+        raise ArgumentError(
+            f"K and V of a token take {record} bytes; fewer heads, of {MOST_BYTES} bytes, find the same"
+        )
     seed = secrets.randbits(32) if seed is None else seed
-    case = Case(str(place), dtype, heads, kv_heads, head_dim, queries, tokens, tolerance or TOLERANCES[dtype], seed)
+    case = Case(device, dtype, heads, kv_heads, head_dim, queries, tokens, tolerance or TOLERANCES[dtype], seed)
     with Child(time_limit) as child:
         return judge(child, name_of(kernel), case)
 

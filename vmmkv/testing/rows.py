@@ -24,7 +24,7 @@ FAR_TOKENS, FAR_ROWS = 128, 4
 """Tokens of one sequence, or sequences of `FAR_ROW_TOKENS` tokens, that are spread over gigabytes of addresses."""
 FAR_ROW_TOKENS = 32
 SPREAD = 1.9
-"""Of far apart tokens, or rows: the bytes from the first to the last, by the power of two that half of them are beyond."""
+"""Of far apart tokens, or rows: the bytes from the first to the last, over the power of two that half are beyond."""
 
 
 class Rows(NamedTuple):
@@ -126,7 +126,7 @@ class Maker:
             made.append(Rows(k, v, [length], values))
         return made
 
-    def read_only(self, batch: int, extra: int) -> Rows:
+    def read_only(self, extra: int, batch: int = 2) -> Rows:
         """Dense rows that may be read and not written."""
         case, views = self.case, []
         shape = (batch, self.whole, case.kv_heads, case.head_dim)

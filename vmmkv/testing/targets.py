@@ -22,10 +22,10 @@ from ..errors import ArgumentError
 Tensor = torch.Tensor
 
 
-def sdpa(backend: SDPBackend, masked: bool, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+def sdpa(backend: SDPBackend, masked: bool, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
     """torch's SDPA with a backend pinned: with slices of each row's length, or with one mask for all rows."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    attend = partial(scaled_dot_product_attention, **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}))
+    attend: Any = partial(scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     with sdpa_kernel(backend):
         if masked:
             seen = torch.arange(k.shape[2], device=k.device) < lengths[:, None]
@@ -68,7 +68,7 @@ def flashinfer_single(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tenso
     return torch.stack(each)[:, None]
 
 
-def rows_decode(kernel: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+def rows_decode(kernel: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
     """vmmkv's own decode."""
     from ..kernels import decode
 
@@ -104,8 +104,8 @@ def name_of(kernel: str | Callable[..., Any]) -> str:
     module, name = getattr(kernel, "__module__", ""), getattr(kernel, "__qualname__", "")
     if not name.isidentifier() or getattr(sys.modules.get(module), name, None) is not kernel:
         raise ArgumentError(
-            f"got {kernel!r} as a kernel; another process has to find it: give a function at the top level of a module, "
-            "or its name as 'package.module:function'"
+            f"got {kernel!r} as a kernel, which another process has to find; give a function at the top level of a "
+            "module, or its name as 'package.module:function'"
         )
     return f"{inspect.getfile(kernel) if module == '__main__' else module}:{name}"
 
@@ -132,7 +132,6 @@ def load(target: str) -> Callable[..., Any]:
     except Exception as error:
         raise ArgumentError(f"asked for kernel {target!r}; {place} fails: {type(error).__name__}: {error}") from None
     if not callable(found.get(name)):
-        near = ", ".join(each for each, value in found.items() if inspect.isfunction(value) and each[0] != "_")
-        raise ArgumentError(f"asked for kernel {target!r}; there is no function {name} in {Path(place).name}: {near}")
+        raise ArgumentError(f"asked for kernel {target!r}; {Path(place).name} has no function {name}")
     kernel: Callable[..., Any] = found[name]
     return kernel
