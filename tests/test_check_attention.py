@@ -205,6 +205,13 @@ def test_a_function_of_a_script_is_found_by_its_file(tmp_path: Path) -> None:
     assert done.stdout == "['fails on ordinary rows']\n", done.stderr
 
 
+def test_a_script_that_checks_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(dedent(SCRIPT).replace('__name__ == "__main__"', "True"))
+    done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
+    assert "put it under `if __name__ == '__main__'`" in done.stderr
+
+
 def test_the_command_prints_json_alone_and_fails_where_it_finds_something() -> None:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     path = Path(planted.__file__)

@@ -23,9 +23,12 @@ from tiny_models import VOCABULARY, tiny_model
 import vmmkv
 import vmmkv.events
 import vmmkv.kernels
+import vmmkv.testing
 import vmmkv.torch
+from vmmkv.cli.check_kernel import check_kernel
 from vmmkv.cli.serve import serve
 from vmmkv.metrics import PoolCollector
+from vmmkv.testing.probes import PROBES
 
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
@@ -55,7 +58,8 @@ def test_the_reference_shows_what_users_call(site: Path) -> None:
     head, body = (site / "objects.inv").read_bytes().split(b"zlib.\n")
     assert head.startswith(b"# Sphinx inventory")
     names = [line.split()[0] for line in zlib.decompress(body).decode().splitlines()]
-    public = [name for module in (vmmkv, vmmkv.torch, vmmkv.kernels, vmmkv.events) for name in module.__all__]
+    modules = (vmmkv, vmmkv.torch, vmmkv.kernels, vmmkv.events, vmmkv.testing)
+    public = [name for module in modules for name in module.__all__]
     public += ["KVCache.extend", "Sequence.write", "VmmCache.reserve", "enable", "serve", "PoolCollector"]
     assert [name for name in public if not any(full.endswith(f".{name}") for full in names)] == []
 
@@ -68,6 +72,15 @@ def test_guides_name_every_option_of_the_server_and_every_metric() -> None:
     metrics = [f"{each.name}_total" if each.type == "counter" else each.name for each in PoolCollector().collect()]
     assert metrics
     assert [name for name in metrics if f"`{name}`" not in guide] == []
+
+
+def test_the_guide_names_every_kernel_and_finding_of_the_checker() -> None:
+    guide = (DOCS / "guides" / "check-kernels.md").read_text()
+    assert [name for name in vmmkv.testing.TARGETS if f"`{name}`" not in guide] == []
+    probes = [(each.rows, each.finding) for each in PROBES.values()]
+    assert [pair for pair in probes if f"| {pair[0]} | {pair[1]}" not in guide] == []
+    options = set(inspect.signature(check_kernel).parameters) - {"kernel", "device", "json_output"}
+    assert [name for name in options if f"`--{name.replace('_', '-')}`" not in guide] == []
 
 
 FORKED = """

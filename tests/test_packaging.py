@@ -91,6 +91,7 @@ LAYERS += [
     "schemes",
     "workload",
     "environment",
+    "testing",
 ]
 LAYERS += ["integrations", "model_config", "cli", "__main__"]
 """Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""

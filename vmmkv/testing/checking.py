@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError, DtypeError
 from .answers import TOLERANCES, Answer, Case, Verdict
-from .child import Child
+from .child import CHECKING, Child
 from .probes import PROBES, Request
 from .rows import SLACK, SPREAD
 from .targets import name_of
@@ -138,10 +139,15 @@ def check_attention(
         The report.
 
     Raises:
-        ArgumentError: another process cannot import the kernel, or a number does not fit.
+        ArgumentError: another process cannot import the kernel, or a number does not fit. Or the kernel's module
+            calls this when it is imported: a script does so under `if __name__ == "__main__"`.
         DtypeError: the dtype is not fp64, fp32, fp16 or bf16.
         DeviceError: there is no such device.
     """
+    if CHECKING in os.environ:
+        raise ArgumentError(
+            "called while a check imports the kernel's module; put it under `if __name__ == '__main__'`"
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if dtype not in TOLERANCES:

@@ -24,6 +24,8 @@ from .probes import PROBES, Caller, Request
 from .targets import load
 
 START = "import sys; fd, *sys.path = [*sys.argv[1:], '']; from vmmkv.testing.child import serve; serve(int(fd))"
+CHECKING = "VMMKV_CHECKING"
+"""A variable that children have: a script must not start a check again when one of them imports it."""
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of `prctl`."""
 
@@ -69,7 +71,9 @@ class Child:
         with theirs:
             command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
             # What a kernel prints must not be taken for what the parent prints.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=2, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdout=2, start_new_session=True, env=os.environ | {CHECKING: "1"}
+            )
 
     def close(self) -> int:
         """Ends the child and what it has started, and returns its exit status, negative for a signal."""
