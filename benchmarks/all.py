@@ -136,7 +136,7 @@ BENCHMARKS = {
     "attention_prompts": Benchmark(Kind.GPU, 1, "-m benchmarks.attention --only prompts --json"),
     "layout_order": Benchmark(Kind.GPU, 1, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
-    "check_kernels": Benchmark(Kind.CHECKS, 8, "-m benchmarks.check_kernels --json"),
+    "check_kernels": Benchmark(Kind.CHECKS, 5, "-m benchmarks.check_kernels --json"),
     "reuse": Benchmark(Kind.GPU, 0.8, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "serve_vllm_qwen3": Benchmark(

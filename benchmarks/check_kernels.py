@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,7 @@ TUTORIAL = "VMMKV_TUTORIAL"
 TRITON = f"{__name__ if __name__ != '__main__' else 'benchmarks.check_kernels'}:triton_tutorial"
 SETTINGS: dict[str, Row] = {TRITON: {"heads": 1, "dtype": torch.float16}}
 """Of kernels that do not take the usual ones: the tutorial's takes fp16, and K as `[batch, heads, tokens, dim]`."""
+AT_A_TIME = 4
 ON_HOST = ("sdpa-math", "sdpa-flash", "sdpa-math-masked")
 
 
@@ -81,16 +83,19 @@ def main(
 
 
 def run(names: Sequence[str], device: str) -> list[Report]:
-    """A report of each kernel that is installed."""
-    reports = []
-    for name in names:
-        report = check_attention(name, device=device, **SETTINGS.get(name, {}))
-        first = report.findings[0]
-        missing = first.verdict == Verdict.REFUSES and first.note.startswith("ModuleNotFoundError")
-        errors.print(f"{name}: {first.note if missing else report.faults or 'right'}", highlight=False, markup=False)
-        if not missing:
-            reports.append(report)
-    return reports
+    """A report of each kernel that is installed; several are checked at a time, each in a process of its own."""
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        reports = [*pool.map(lambda name: check_attention(name, device=device, **SETTINGS.get(name, {})), names)]
+    for report in reports:
+        told = report.findings[0].note if is_missing(report) else ", ".join(report.faults) or "right"
+        errors.print(f"{report.kernel}: {told}", highlight=False, markup=False, soft_wrap=True)
+    return [report for report in reports if not is_missing(report)]
+
+
+def is_missing(report: Report) -> bool:
+    """Whether the kernel is not installed."""
+    first = report.findings[0]
+    return first.verdict == Verdict.REFUSES and first.note.startswith("ModuleNotFoundError")
 
 
 def table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,8 @@ def exits(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def never_returns(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    if "PLANTED_PID" in os.environ:
+        Path(os.environ["PLANTED_PID"]).write_text(f"{os.getpid()}\n")
     threading.Event().wait()
     return q
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -10,7 +13,7 @@ from textwrap import dedent
 import planted
 import pytest
 import torch
-from conftest import DEVICE, PATIENCE, run_python
+from conftest import DEVICE, PATIENCE, run_python, soon
 from test_cli import invoke, run_vmmkv
 
 from benchmarks import check_kernels
@@ -127,6 +130,17 @@ def test_a_kernel_that_does_not_return_is_ended() -> None:
         assert answer == Answer(Verdict.HANGS, note="more than 0.2 s")
         child.time_limit = PATIENCE
         assert child.ask(Request("planted:right", small_case(), "plain")).verdict == Verdict.RIGHT
+
+
+def test_a_call_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    code = "import planted, vmmkv.testing as t; t.check_attention(planted.never_returns, device='cpu')"
+    environment = os.environ | {"PLANTED_PID": str(path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as asking:
+        soon(lambda: path.exists() and path.read_text().endswith("\n"))
+        asking.kill()
+    status = Path("/proc", path.read_text().strip(), "status")
+    soon(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 def test_the_reference_is_attention() -> None:

@@ -146,7 +146,9 @@ PRIVATE = {
     "_unused_fields",
     "_update_tp_group_state",
     "_valid_params_class",
-    # Python: named tuples' public methods are called so, and the frame of a caller.
+    # Python: named tuples' public methods are called so, the frame of a caller, and the end of a forked process.
+    "_asdict",
+    "_exit",
     "_fields",
     "_getframe",
     "_make",

@@ -1,12 +1,13 @@
 """Two attention functions, checked: one reads padding, the other only tokens."""
 
 import torch
+from torch import Tensor
 
 from vmmkv.testing import check_attention
 
 
 # --8<-- [start:masked]
-def masked(q, k, v, lengths):
+def masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Gives the padding a weight of zero."""
     seen = torch.arange(k.shape[1], device=k.device) < lengths[:, None]
     scores = torch.einsum("bqhd,bthd->bhqt", q, k) * q.shape[3] ** -0.5
@@ -16,7 +17,7 @@ def masked(q, k, v, lengths):
 
 
 # --8<-- [start:sliced]
-def sliced(q, k, v, lengths):
+def sliced(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Looks at the tokens alone."""
     out = torch.zeros_like(q)
     for row, length in enumerate(lengths.tolist()):
