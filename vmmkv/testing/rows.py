@@ -98,13 +98,13 @@ class Maker:
         """Bytes of whole pages."""
         return -(-nbytes // self.driver.page_size) * self.driver.page_size
 
-    def put(self, nbytes: int, *addresses: int) -> None:
-        """Makes one frame and maps it at some addresses."""
+    def put(self, nbytes: int, *addresses: int, read_at: int | None = None) -> None:
+        """Makes one frame and maps it at some addresses; at `read_at` it may only be read."""
         pages = nbytes // self.driver.page_size
         frame = self.driver.create(pages)
-        for address in addresses:
+        for address in addresses if read_at is None else (*addresses, read_at):
             self.driver.map(address, frame, pages)
-            self.driver.set_access(address, nbytes)
+            self.driver.set_access(address, nbytes, writable=address != read_at)
 
     def ending(self, lengths: Sequence[int], extra: int) -> list[Rows]:
         """One sequence of each length, alone in its batch: its tokens and `extra` more end where a page ends, and the
@@ -131,14 +131,13 @@ class Maker:
         case, views = self.case, []
         shape = (batch, self.whole, case.kv_heads, case.head_dim)
         values = self.noise(*shape), self.noise(*shape)
+        size = self.rounded((batch * self.whole + extra) * self.width * case.dtype.itemsize)
         for value in values:
-            size = self.rounded((batch * self.whole + extra) * self.width * case.dtype.itemsize)
-            address, elements = self.reserve(size)
-            self.put(size, address)
+            (writing, elements), (reading, shown) = self.reserve(size), self.reserve(size)
+            self.put(size, writing, read_at=reading)
             elements.fill_(0)
-            views.append(elements[: value.numel()].view(shape).copy_(value))
-            self.driver.synchronize()
-            self.driver.set_access(address, size, writable=False)
+            elements[: value.numel()].view(shape).copy_(value)
+            views.append(shown[: value.numel()].view(shape))
         return Rows(views[0], views[1], [self.whole] * batch, values)
 
     def far(self, power: int, by_rows: bool, extra: int) -> Rows:
