@@ -46,10 +46,10 @@ NAMES = [function.__name__ for function in ENTRIES]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads all entries when the first is needed: to import the package must not take as long."""
+    """Loads all entries when the first is needed, so that importing the package stays fast."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with _loading:
-        if name not in globals():  # a second copy would have words of its own where functions share some
+        if name not in globals():  # a second copy would have its own `static` words
             globals().update(zip(NAMES, link(__name__, ENTRIES, SOURCES)))
     return globals()[name]

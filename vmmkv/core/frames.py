@@ -1,4 +1,4 @@
-"""Frames: the stacks of those that are free, and where each is mapped."""
+"""Frames: the stacks of free frames, and the rows in which frames are mapped."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from .tables import (
 
 @inner
 def push_free(pool: int, frame: int) -> None:
-    """Puts a frame that exists on the stack of its size."""
+    """Puts a free frame on the stack of its size."""
     p = view(pool, 1, POOL)[0]
     if view(p.frames_at, p.capacity, FRAME)[frame].pages > 1:
         view(p.larges_at, p.capacity, np.int64)[p.larges] = frame
@@ -33,7 +33,7 @@ def push_free(pool: int, frame: int) -> None:
 
 @inner
 def push_gained(pool: int, frame: int) -> None:
-    """Puts a frame that the journal makes free where other steps of the journal find it."""
+    """Puts a frame that the journal makes free on a stack for other steps of the journal."""
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     f.moving = GAINED
@@ -47,7 +47,7 @@ def push_gained(pool: int, frame: int) -> None:
 
 @inner
 def take(pool: int, pages: int) -> int:
-    """Takes a free frame of a size for a step; there is one."""
+    """Takes a free frame of a size for a step. The caller has made sure that there is one."""
     p = view(pool, 1, POOL)[0]
     if pages > 1:
         if p.gained_large:
@@ -68,7 +68,7 @@ def take(pool: int, pages: int) -> int:
 
 @inner
 def number(pool: int, pages: int) -> int:
-    """Takes the number of a frame that does not exist, for one of so many pages."""
+    """Takes an unused frame number, for a frame of so many pages."""
     p = view(pool, 1, POOL)[0]
     if p.unmade:
         p.unmade -= 1
@@ -83,7 +83,7 @@ def number(pool: int, pages: int) -> int:
 
 @inner
 def settle_frame(pool: int, frame: int) -> None:
-    """Puts a frame that a step had where it belongs, once the journal is booked."""
+    """Puts a frame of a booked journal on the stack where it belongs, if it is free."""
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     if f.moving == 0:
@@ -99,7 +99,7 @@ def settle_frame(pool: int, frame: int) -> None:
 
 @inner
 def add_gain(cache: int, frame: int, sign: int) -> None:
-    """Counts a frame with one mapping, and no guest, in its row."""
+    """Adds a frame to the gain of its row, if that is its only mapping and no guest holds it."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
@@ -134,7 +134,7 @@ def book_map(cache: int, part: int, row: int, page: int, frame: int, shared: int
 
 @inner
 def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
-    """Books that pages were unmapped, which have left the extents already."""
+    """Books that pages were unmapped. The plan has taken them out of the extents."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     frames, end = view(p.frames_at, p.capacity, FRAME), page + pages
@@ -157,7 +157,7 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
 
 @inner
 def is_gain(pool: int, frame: int) -> int:
-    """Whether a frame is free once it is unmapped where it is mapped last."""
+    """Whether a frame becomes free with its next unmapping."""
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     return 1 if f.refs - f.leaving == 1 and f.held == 0 else 0
@@ -165,7 +165,7 @@ def is_gain(pool: int, frame: int) -> int:
 
 @inner
 def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
-    """Plans that frames leave a row; returns the pages of those that are free then."""
+    """Plans that frames leave a row. Returns the pages of frames that become free."""
     pool, gained = view(cache, 1, CACHE)[0].pool, 0
     while page < end:
         frame = frame_at(cache, part, row, page)
@@ -180,7 +180,7 @@ def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
 
 @inner
 def stay(cache: int, part: int, row: int, page: int, end: int) -> None:
-    """Takes `leave` back, where nothing was unmapped."""
+    """Takes `leave` back for pages that were not unmapped."""
     p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
     while page < end:
         f = view(p.frames_at, p.capacity, FRAME)[frame_at(cache, part, row, page)]

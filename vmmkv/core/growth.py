@@ -1,4 +1,4 @@
-"""Growing rows: within what is mapped, which is one call, and beyond, which is a journal."""
+"""Growing rows: inside mapped pages by one call, onto new pages by a journal."""
 
 import numpy as np
 
@@ -58,8 +58,8 @@ from .tables import (
 
 @inner
 def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
-    """Looks at sequences that are to grow, and writes down their targets. Returns `DONE` if the rows have room, `NEEDS`
-    if pages are to be mapped or counted, or why it cannot be."""
+    """Checks sequences that are to grow, and writes down their targets. Returns `DONE` if the rows have room, `NEEDS`
+    if pages must be mapped or counted, or a reason."""
     c = view(cache, 1, CACHE)[0]
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
     counts, code = view(counts_at, count if each < 0 else 0, np.int64), DONE
@@ -87,7 +87,7 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 
 @inner
 def set_length(cache: int, row: int, length: int) -> int:
-    """Sets the length of a row that has room for it. Returns whether the mapper is to look at the row."""
+    """Sets the length of a row that has room for it. Returns whether the mapper is to be woken."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     c.tokens += length - r.length
@@ -97,7 +97,7 @@ def set_length(cache: int, row: int, length: int) -> int:
 
 @inner
 def grow_inside(cache: int, tickets_at: int, count: int) -> int:
-    """Gives rows their targets, if all of these lie in pages that are ready: `DONE`, `RING` or `NEEDS`."""
+    """Sets rows to their targets, if all targets lie in ready pages. Returns `DONE`, `RING` or `NEEDS`."""
     c, ring, used_from = view(cache, 1, CACHE)[0], 0, count
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
     for index in range(count):
@@ -128,8 +128,8 @@ def grow_inside(cache: int, tickets_at: int, count: int) -> int:
 
 @entry
 def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
-    """Makes room for `each` more tokens in sequences, or for `counts` where that is negative, if no page has to be
-    mapped. Returns `DONE`, `RING`, `NEEDS`, or why it cannot be. It may be called without any lock."""
+    """Makes room for `each` more tokens in sequences, or for `counts` where `each` is negative, if no page has to be
+    mapped. Returns `DONE`, `RING`, `NEEDS`, or a reason. It needs no lock."""
     c = view(cache, 1, CACHE)[0]
     code = look(cache, tickets_at, count, each, counts_at, ask)
     if code == NEEDS:
@@ -146,7 +146,8 @@ def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 
 @entry
 def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
-    """`grow` for one sequence, if its length is `held` or that is negative: whether it has grown."""
+    """Makes room for more tokens in one sequence, if its length is `held` or `held` is negative. Returns `DONE`, `RING`
+    or `NEEDS`. It needs no lock."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0 or view(c.pool, 1, POOL)[0].dead:
         return NEEDS
@@ -179,8 +180,8 @@ def first_missing(cache: int, row: int, part: int) -> int:
 
 @inner
 def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
-    """Large frames under the pages that a row lacks: where its front lies on such frames, and as long as the row uses,
-    or is expected to use, all of a frame."""
+    """The number of large frames for the pages that a row lacks: none unless all its pages are on large frames, and
+    only frames that the row uses, or is expected to use, as a whole."""
     c = view(cache, 1, CACHE)[0]
     large = view(c.pool, 1, POOL)[0].large
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
@@ -195,8 +196,8 @@ def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
 
 @inner
 def use_targets(cache: int, tickets_at: int, count: int, allow_large: int, tell: int) -> int:
-    """Has rows use the pages of their targets. Returns how many single pages they lack, and `1 << 32` times how many
-    large frames."""
+    """Makes rows use the pages of their targets. Returns the number of single pages that they lack, plus `1 << 32`
+    times the number of large frames."""
     c, singles, larges = view(cache, 1, CACHE)[0], 0, 0
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
     large = view(c.pool, 1, POOL)[0].large
@@ -228,8 +229,8 @@ def unuse_targets(cache: int, tickets_at: int, count: int) -> None:
 
 @inner
 def map_row(cache: int, row: int, larges: int) -> int:
-    """Plans to map what a row lacks of the pages that it uses, on so many large frames at most, to fill what holds
-    another key's bytes. Returns the number of large frames that are left."""
+    """Plans to map the used pages that a row lacks, on so many large frames at most, and to fill pages with bytes of
+    another key. Returns the number of large frames that are left."""
     c = view(cache, 1, CACHE)[0]
     large, r = view(c.pool, 1, POOL)[0].large, view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
@@ -251,10 +252,10 @@ def map_row(cache: int, row: int, larges: int) -> int:
 
 @entry
 def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: int, starts_at: int, ask: int) -> int:
-    """Plans that sequences grow: all of them or none. With `starts`, sequences without tokens begin to be read there.
+    """Plans that sequences grow: all of them or none. With `starts`, sequences without tokens begin there.
 
-    Returns `DONE` or `RING` where no page is missing by now, a serial, or why it cannot be: `PART` and a row that
-    writes to pages that others read; `WAIT` and a fence; `SHORT` and pages that guests have to give up.
+    Returns a serial; `DONE` or `RING` where no page is missing any more; or a reason: `PART` and a row that would write
+    to shared pages; `WAIT` and a fence; `SHORT` and the pages that guests have to give up.
     """
     c = view(cache, 1, CACHE)[0]
     pool, asked = c.pool, view(ask, 1, ASK)[0]
@@ -300,7 +301,7 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
 
 @inner
 def begin_at(cache: int, row: int, start: int, ask: int) -> int:
-    """Has a row without tokens begin at a token. Pages that lie elsewhere are unmapped. Returns `DONE` or `WAIT`."""
+    """Sets the start of a row without tokens, and plans to unmap pages away from it. Returns `DONE` or `WAIT`."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
@@ -317,7 +318,7 @@ def begin_at(cache: int, row: int, start: int, ask: int) -> int:
 
 @inner
 def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
-    """Plans to map what rows lack for their targets. The journal is open; a refusal closes it."""
+    """Plans to map the pages that rows lack for their targets. The journal is open; a refusal closes it."""
     c = view(cache, 1, CACHE)[0]
     pool, asked, level = c.pool, view(ask, 1, ASK)[0], ALL
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
@@ -353,7 +354,7 @@ def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
 
 @inner
 def available_after(cache: int) -> int:
-    """What a cache may begin to use; negative by how much it uses too much."""
+    """Pages that a cache may begin to use, negative if it uses too many."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]

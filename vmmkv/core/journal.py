@@ -38,7 +38,7 @@ from .tables import (
 
 @inner
 def emit(pool: int, kind: int, frame: int, address: int, nbytes: int, other: int) -> int:
-    """Adds a step that is of no row; returns its number."""
+    """Adds a step that concerns no row. Returns its number."""
     p = view(pool, 1, POOL)[0]
     s = view(p.steps_at, p.max_steps, STEP)[p.steps]
     s.kind, s.cache, s.row, s.frame, s.address, s.nbytes, s.other = kind, 0, -1, frame, address, nbytes, other
@@ -48,7 +48,7 @@ def emit(pool: int, kind: int, frame: int, address: int, nbytes: int, other: int
 
 @inner
 def emit_row(cache: int, kind: int, row: int, part: int, page: int, count: int, frame: int) -> int:
-    """Adds a step on pages of a row, which is busy from now on."""
+    """Adds a step on pages of a row, and makes the row busy. Returns the number of the step."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     g = view(c.ranges_at, c.ranges, RANGE)[part]
@@ -75,8 +75,8 @@ def begin(pool: int) -> None:
 
 @inner
 def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
-    """Plans to unmap the first pages of a row, or its last ones, which leave its extents. Returns the pages of frames
-    that are free then."""
+    """Plans to unmap the first or the last pages of a row, and takes them out of its extents. Returns the pages of
+    frames that become free."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
@@ -99,7 +99,7 @@ def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
 
 @inner
 def put_back(step: int) -> None:
-    """Takes `plan_unmap` back, where nothing was unmapped. What left last comes back first."""
+    """Takes `plan_unmap` back for pages that were not unmapped. Steps are put back in reverse order."""
     s = view(step, 1, STEP)[0]
     c = view(s.cache, 1, CACHE)[0]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
@@ -117,7 +117,7 @@ def put_back(step: int) -> None:
 
 @inner
 def must_fill(cache: int, row: int, frame: int) -> int:
-    """Whether a frame that a row takes may hold bytes of another key's."""
+    """Whether a frame that a row takes may hold bytes of another key."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
@@ -134,8 +134,8 @@ def plan_map(cache: int, row: int, part: int, page: int, frame: int) -> None:
 
 @inner
 def plan_pages(cache: int, row: int, part: int, page: int, larges: int, end: int) -> int:
-    """Plans to map free frames from a page on: large ones, then single ones to an end. Returns the first page that is
-    to be filled, or `end`; pages behind it are filled, too."""
+    """Plans to map free frames from a page on: so many large ones, then single ones up to `end`. Returns the first page
+    to fill, with all behind it; or the page behind the last frame, where there is nothing to fill."""
     pool = view(cache, 1, CACHE)[0].pool
     p, first_filled = view(pool, 1, POOL)[0], -1
     while page < end or larges > 0:
@@ -150,7 +150,7 @@ def plan_pages(cache: int, row: int, part: int, page: int, larges: int, end: int
 
 @inner
 def plan_fill(cache: int, row: int, part: int, page: int, end: int) -> None:
-    """Plans to fill pages, which are ready by then, on the stream of the row's sequence."""
+    """Plans to fill pages on the stream of the row's sequence. Earlier steps make them accessible."""
     p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
     s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, FILL, row, part, page, end - page, 0)]
     s.other = p.poison
@@ -236,7 +236,7 @@ def run(pool: int, serial: int, ahead: int) -> int:
 
 STEP_SIZE = STEP.itemsize
 WITHOUT_FRAME, WITHOUT_ACCESS = 1, 2
-"""Why a row is broken: on a page the frame that belongs there is not mapped, or cannot be accessed."""
+"""Reasons why a row is broken: the frame of a page is not mapped, or is mapped and cannot be accessed."""
 
 
 # ---------------------------------------------------------------------- booking
@@ -255,13 +255,13 @@ def book(step: int) -> None:
         book_unmap(s.cache, s.range, s.row, s.page, s.count)
     elif s.kind == MAP:
         book_map(s.cache, s.range, s.row, s.page, s.frame, s.other)
-        if s.other:  # others have it, too
+        if s.other:  # a shared frame
             track(s.cache, s.row, s.range, max(e.shared, end))
     elif s.kind == SET_ACCESS:
         e.ready = max(e.ready, end)
         if s.page < e.readonly <= end:
             e.readonly = s.page
-        if s.other:  # no other row has it
+        if s.other:  # the row has the frame alone
             track(s.cache, s.row, s.range, s.page)
             view(c.rows_at, c.num_rows + LISTS, ROW)[s.row].broken = 0
     elif s.kind == SET_READ_ACCESS:
@@ -274,7 +274,7 @@ def book(step: int) -> None:
 
 @inner
 def book_swap(step: int) -> None:
-    """Books that a shared frame has left a row, which is to have a copy of it there, and is broken until then."""
+    """Books that a shared frame has left a row. The copy is to take its place; until then the row is broken."""
     s = view(step, 1, STEP)[0]
     c = view(s.cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
@@ -298,7 +298,7 @@ def book_swap(step: int) -> None:
 
 @inner
 def unstage(pool: int, frame: int) -> None:
-    """Books that a copy has left the staging range; it is free unless it has taken its place."""
+    """Books that a copy has left the staging range. The copy is free unless it lies in a row."""
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     if f.held:
@@ -308,7 +308,7 @@ def unstage(pool: int, frame: int) -> None:
 
 @inner
 def use_source(cache: int, row: int) -> None:
-    """Keeps a row as it is until the journal is booked, which reads from the row."""
+    """Keeps a row as it is until the journal, which copies from it, is booked."""
     c = view(cache, 1, CACHE)[0]
     p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     p.source_of, p.source = cache, row
@@ -340,7 +340,7 @@ def fence_source(cache: int, source: int, row: int, stream: int, ask: int) -> No
 
 @inner
 def undo(pool: int, step: int) -> None:
-    """Takes back what was planned for a driver call that was not made."""
+    """Takes back the plan of a driver call that was not made."""
     p, s = view(pool, 1, POOL)[0], view(step, 1, STEP)[0]
     if s.kind == UNMAP:
         put_back(step)
@@ -352,7 +352,7 @@ def undo(pool: int, step: int) -> None:
 
 @inner
 def are_current(pool: int) -> int:
-    """Whether all sequences that get new lengths are as they were planned for."""
+    """Whether all sequences that get new lengths have the owner and the length that the plan saw."""
     p = view(pool, 1, POOL)[0]
     for index in range(p.calls, p.steps):
         s = view(p.steps_at, p.max_steps, STEP)[index]
@@ -431,7 +431,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
 
 @inner
 def plan_length(cache: int, row: int, start: int, length: int) -> None:
-    """Plans what a sequence's start and length are after the commit."""
+    """Plans the start and the length that a sequence has after the commit."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
@@ -448,7 +448,7 @@ def commit(pool: int, serial: int, ask: int) -> int:
 @inner
 def settle(pool: int, ask: int) -> None:
     """Books a journal that an interruption has left behind: as far as it was run, with lengths as before. Each plan
-    calls it first; its caller holds the lock of those who plan, so that no journal is in the middle."""
+    calls this first. The caller holds the planning lock, so no other thread is running the journal."""
     p = view(pool, 1, POOL)[0]
     if p.pending:
         finish(pool, 0, ask)
@@ -457,7 +457,7 @@ def settle(pool: int, ask: int) -> None:
 
 @inner
 def refuse(pool: int, code: int, ask: int) -> int:
-    """Takes back a plan of which nothing was run. Returns the code."""
+    """Takes back a plan that was not run. Returns the code."""
     p = view(pool, 1, POOL)[0]
     p.calls = p.steps
     finish(pool, 0, ask)

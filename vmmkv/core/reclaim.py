@@ -28,14 +28,14 @@ from .tables import (
 )
 
 MOST_WAITING = 64
-"""Rows that wait for the device of which a plan takes notice, before it gives up."""
+"""Rows in use by the device that a plan passes over before it gives up."""
 IDLE, ROWS, ALL = 0, 1, 2
-"""What may be reclaimed: parked rows; also what live rows neither expect to need nor have ahead; all surplus."""
+"""Levels of reclaiming: from parked rows; also surplus of live rows beyond their lookahead and expected length; all."""
 
 
 @inner
 def is_idle(cache: int, row: int, ask: int) -> int:
-    """Whether the work on a row's surplus has finished; else its fence goes to `ask`, unless there is one already."""
+    """Whether the work on a row's surplus has finished. If not, its fence goes to `ask`, unless `ask` has one."""
     c = view(cache, 1, CACHE)[0]
     r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
     if r.slots == 0:
@@ -51,8 +51,8 @@ def is_idle(cache: int, row: int, ask: int) -> int:
 
 @inner
 def take_back(cache: int, row: int, part: int, first: int, wanted: int) -> int:
-    """Plans to unmap pages from the end of a row, not those in front of `first`, until so many are free. Returns how
-    many are."""
+    """Plans to unmap pages from the end of a row, down to `first`, until so many become free. Returns how many become
+    free."""
     c, gained = view(cache, 1, CACHE)[0], 0
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     page = e.mapped
@@ -66,7 +66,7 @@ def take_back(cache: int, row: int, part: int, first: int, wanted: int) -> int:
 
 @inner
 def take_parked(cache: int, row: int, wanted: int) -> int:
-    """Plans to unmap pages of a parked row, from its ends. Returns how many are free then."""
+    """Plans to unmap pages of a parked row, from its end in each range. Returns how many become free."""
     gained = 0
     for part in range(view(cache, 1, CACHE)[0].ranges):
         if gained < wanted:
@@ -77,7 +77,7 @@ def take_parked(cache: int, row: int, wanted: int) -> int:
 @inner
 def take_spare(cache: int, row: int, wanted: int, level: int) -> int:
     """Plans to unmap pages that a live row does not use: in front, then behind, at `ALL` also those that it expects to
-    need. Returns how many are free then."""
+    need. Returns how many become free."""
     c, gained = view(cache, 1, CACHE)[0], 0
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
@@ -110,8 +110,8 @@ def oldest(pool: int) -> int:
 
 @inner
 def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
-    """Plans to unmap surplus until so many pages are free. Returns how many are. Rows that the device still uses go to
-    the young end, and the fence of the first goes to `ask`."""
+    """Plans to unmap surplus until so many pages become free. Returns how many do. Rows that the device still uses go
+    to the young end, and the fence of the first goes to `ask`."""
     p, gained, waiting = view(pool, 1, POOL)[0], 0, 0
     view(ask, 1, ASK)[0].slots = 0
     cache = oldest(pool)
@@ -138,7 +138,7 @@ def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
 
 @inner
 def reclaim_spare(cache: int, wanted: int, level: int, ask: int) -> int:
-    """`reclaim`, from live rows of a cache."""
+    """Plans to unmap surplus of live rows of a cache. Returns how many pages become free."""
     c, gained, waiting = view(cache, 1, CACHE)[0], 0, 0
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     row = rows[c.num_rows + SPARE].next
@@ -159,7 +159,7 @@ def reclaim_spare(cache: int, wanted: int, level: int, ask: int) -> int:
 
 @inner
 def plan_create(pool: int, pages: int) -> int:
-    """Plans to make a frame, for the step that takes it next. Returns its number."""
+    """Plans to create a frame for a later step. Returns its number."""
     p = view(pool, 1, POOL)[0]
     frame = number(pool, pages)
     handle = p.frames_at + frame * FRAME_SIZE
@@ -173,22 +173,22 @@ FRAME_SIZE = FRAME.itemsize
 
 @inner
 def plan_release(pool: int, frame: int) -> None:
-    """Plans to give a frame back to the driver, which a step has taken."""
+    """Plans to release a frame that was taken."""
     p = view(pool, 1, POOL)[0]
     emit(pool, RELEASE, frame, p.frames_at + frame * FRAME_SIZE, 0, 1)
 
 
 @inner
 def can_create(pool: int, ask: int) -> int:
-    """Pages that may be made."""
+    """Pages that may be created within the budget."""
     p = view(pool, 1, POOL)[0]
     return 0 if view(ask, 1, ASK)[0].frugal else max(p.budget - p.created - p.leased, 0)
 
 
 @inner
 def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
-    """Plans that there are free frames of one page and large ones; there may be fewer large frames, and single ones in
-    their place. Returns the number of large frames, or `WAIT` or `SHORT`: see `lacking`."""
+    """Plans to have so many free frames of one page and large ones; single frames replace large ones that cannot be
+    had. Returns the number of large frames; or `WAIT` or `SHORT`, with the missing pages in `ask.asked`."""
     p = view(pool, 1, POOL)[0]
     wanted, creatable, _plenty = singles + larges * p.large, can_create(pool, ask), 0
     missing = wanted - p.small - p.gained - (p.larges + p.gained_large) * p.large - creatable
@@ -197,7 +197,7 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
         if missing > 0:
             view(ask, 1, ASK)[0].asked = missing
             return WAIT if view(ask, 1, ASK)[0].slots else SHORT
-    # Large frames first, as far as pages for the single ones are left or can be made of others.
+    # Large frames first, as long as enough pages are left for the single ones.
     there = p.larges + p.gained_large
     most = min(larges, there + creatable // p.large)
     while most > there and singles + (larges - most) * p.large > (
@@ -209,7 +209,7 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
         creatable -= p.large
     singles += (larges - most) * p.large
     for _ in range(p.small + p.gained, singles):
-        if creatable < 1:  # a large frame that is free is made into single ones
+        if creatable < 1:  # release a free large frame, for single ones
             plan_release(pool, take(pool, p.large))
             creatable += p.large
         push_gained(pool, plan_create(pool, 1))
@@ -219,8 +219,7 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
 
 @inner
 def supply_large(pool: int, ask: int) -> int:
-    """Plans that there is a free large frame, if need be in the place of single ones. Returns `DONE`, `WAIT` or
-    `SHORT`."""
+    """Plans to have a free large frame, if need be by releasing single ones. Returns `DONE`, `WAIT` or `SHORT`."""
     p = view(pool, 1, POOL)[0]
     creatable = can_create(pool, ask)
     missing = p.large - p.small - p.gained - creatable
@@ -239,8 +238,8 @@ def supply_large(pool: int, ask: int) -> int:
 
 @entry
 def plan_limit(pool: int, account: int, pages: int, reserved: int, ask: int) -> int:
-    """Plans a limit of the pool (`account` is -1), or of an account and what it has reserved. Returns a serial, or
-    `NO_LIMIT`, and the least that could have been set."""
+    """Sets the budget of the pool (`account` is -1), or the limit and the reservation of an account. Returns `DONE`; or
+    `NO_LIMIT`, with the smallest possible limit in `ask.available`."""
     p = view(pool, 1, POOL)[0]
     settle(pool, ask)
     asked = view(ask, 1, ASK)[0]
@@ -262,8 +261,8 @@ def plan_limit(pool: int, account: int, pages: int, reserved: int, ask: int) -> 
 
 @entry
 def plan_trim(pool: int, keep: int, most: int, ask: int) -> int:
-    """Plans to give back to the driver what is free, and surplus, until no more than `keep` pages exist; not many more
-    than `most` pages at a time. Returns a serial, `DONE` where nothing is left to do, or `WAIT`."""
+    """Plans to release free frames, and surplus, until no more than `keep` pages exist, about `most` pages at a time.
+    Returns a serial, `DONE` where nothing is left to do, or `WAIT`."""
     p = view(pool, 1, POOL)[0]
     settle(pool, ask)
     excess = min(p.created + p.leased - keep, most)
@@ -287,8 +286,7 @@ def plan_trim(pool: int, keep: int, most: int, ask: int) -> int:
 
 @entry
 def plan_stock(pool: int, singles: int, larges: int, ask: int) -> int:
-    """Plans to make frames, which are free then, if the budget has room for all of them. Returns a serial or
-    `SHORT`."""
+    """Plans to create free frames, if the budget has room for all of them. Returns a serial or `SHORT`."""
     p = view(pool, 1, POOL)[0]
     settle(pool, ask)
     if singles + larges * p.large > can_create(pool, ask):
@@ -304,8 +302,8 @@ def plan_stock(pool: int, singles: int, larges: int, ask: int) -> int:
 
 @entry
 def lease(pool: int, account: int, pages: int, ask: int) -> int:
-    """Counts pages that an account has made, or given back, itself. Returns `DONE`, or `SHORT` and how many would have
-    to go first."""
+    """Counts pages that the user of an account creates or releases (`pages` is negative) itself. Returns `DONE`;
+    `NO_LIMIT`; or `SHORT`, with the pages to release first in `ask.asked`."""
     p = view(pool, 1, POOL)[0]
     a = view(p.accounts_at, p.accounts, ACCOUNT)[account]
     rest = p.committed - max(a.used, a.reserved)

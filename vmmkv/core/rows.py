@@ -54,7 +54,7 @@ def put_frame(cache: int, part: int, row: int, page: int, pages: int, value: int
 
 @inner
 def pages_for(cache: int, part: int, tokens: int) -> int:
-    """Pages in front of a token, the last of them perhaps in part."""
+    """The number of pages that so many tokens need."""
     c = view(cache, 1, CACHE)[0]
     size = view(c.pool, 1, POOL)[0].page_size
     return (tokens * view(c.ranges_at, c.ranges, RANGE)[part].record + size - 1) // size
@@ -122,7 +122,7 @@ def link(cache: int, row: int, which: int) -> None:
 
 @inner
 def unlink_old(cache: int, row: int) -> None:
-    """Takes a row off the list of those that are reclaimed, the oldest first."""
+    """Takes a row off the list of rows to reclaim, which is in order of age."""
     c = view(cache, 1, CACHE)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     r = rows[row]
@@ -133,8 +133,8 @@ def unlink_old(cache: int, row: int) -> None:
 
 @inner
 def link_old(cache: int, row: int) -> None:
-    """Puts a row on the list of those that are reclaimed: where it belongs by its stamp, which is the youngest, or near
-    the oldest if it was taken off for a while."""
+    """Puts a row on the list of rows to reclaim: at the young end, or at the old end if its stamp is older than the
+    youngest there."""
     c = view(cache, 1, CACHE)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     r = rows[row]
@@ -198,12 +198,12 @@ def place(cache: int, row: int) -> None:
         unlink_old(cache, row)
 
 
-# ---------------------------------------------------------------------- what is used
+# ---------------------------------------------------------------------- used pages
 
 
 @inner
 def charge(cache: int, pages: int) -> None:
-    """Adds to what a cache uses."""
+    """Adds to the pages that a cache uses."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]
@@ -233,7 +233,7 @@ def available(cache: int) -> int:
 
 @inner
 def add_user(cache: int, frame: int, users: int) -> None:
-    """Adds to the users of a frame that several may use."""
+    """Adds to the users of a frame below `shared`. The first user charges its pages, the last discharges them."""
     f = view(view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
     before = f.users
     f.users += users
@@ -243,7 +243,8 @@ def add_user(cache: int, frame: int, users: int) -> None:
 
 @inner
 def count_users(cache: int, row: int, part: int, first: int, end: int, users: int) -> None:
-    """Counts that a row begins to use pages, or ends to: frames below `shared`, and pages above it."""
+    """Counts pages that a row begins (`users` is 1) or ceases (-1) to use: by frame below `shared`, by page above
+    it."""
     c = view(cache, 1, CACHE)[0]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     page = first
@@ -269,7 +270,7 @@ def use(cache: int, row: int, part: int, first: int, end: int) -> None:
 
 @inner
 def use_tokens(cache: int, row: int, tokens: int) -> None:
-    """Has a row use the pages of so many tokens, from its start on, and of those that kernels may read behind them."""
+    """Makes a row use the pages of its tokens, from its start to a length, and of the overread behind them."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
@@ -280,7 +281,7 @@ def use_tokens(cache: int, row: int, tokens: int) -> None:
 
 @inner
 def track(cache: int, row: int, part: int, shared: int) -> None:
-    """Moves the end of a row's pages that others may have, too; what lies below it is counted frame by frame."""
+    """Moves `shared`, the end of the pages that a row may share and that are counted frame by frame."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
@@ -294,8 +295,8 @@ def track(cache: int, row: int, part: int, shared: int) -> None:
 
 @inner
 def recount(cache: int, row: int) -> None:
-    """Works out what a row has room for: until the end of its used pages, until the end of those that are ready, and
-    where its lookahead is to grow."""
+    """Computes `room`, the tokens up to the end of a row's used pages; `capacity`, those up to the end of its ready
+    pages; and `ahead_at`, the length from which the mapper looks at the row."""
     c = view(cache, 1, CACHE)[0]
     size = view(c.pool, 1, POOL)[0].page_size
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
@@ -305,7 +306,7 @@ def recount(cache: int, row: int) -> None:
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         ready = e.ready
         if page_of(cache, part, r.length) < e.shared or page_of(cache, part, r.start) < e.first:
-            ready = 0  # it would write where others read, or pages in front are missing
+            ready = 0  # a write would need a copy first, or pages in front are missing
         room = min(room, min(e.use_end, ready) * size // g.record - c.overread)
         capacity = min(capacity, ready * size // g.record - c.overread)
     if r.cut > r.length:  # what a truncation has left is filled before the row grows

@@ -1,5 +1,5 @@
-"""Streams and fences of rows. A row names its streams by the slots of `vmmkv.driver.fencing`, as bits; a slot stays its
-stream's while a row names it."""
+"""Streams and fences of rows. A row names its streams by the slots of `vmmkv.driver.fencing`, as bits. A slot is not
+given to another stream while a row names it."""
 
 import numpy as np
 
@@ -34,7 +34,7 @@ def hold_slot(driver: int, handle: int, users: int, ask: int) -> int:
 
 @inner
 def let_slots(driver: int, slots: int) -> None:
-    """Ends that a row names streams."""
+    """Releases slots that a row has named."""
     d = view(driver, 1, DRIVER)[0]
     streams = view(d.streams_at, SLOTS, STREAM)
     for slot in range(SLOTS):
@@ -68,7 +68,7 @@ def record_slots(driver: int, slots: int, current: int, ask: int) -> int:
 
 @inner
 def pending_slots(driver: int, slots: int, tick: int, ask: int) -> int:
-    """Which of a fence's streams have not come so far. It needs the context."""
+    """The slots of a fence whose work has not finished. It needs the context."""
     left = 0
     for slot in range(SLOTS):
         if slots >> slot & 1 and ask_slot(driver, slot, tick):
@@ -126,7 +126,7 @@ def fence_stream(cache: int, row: int, stream: int, ask: int) -> int:
 
 @inner
 def order_stream(cache: int, row: int, stream: int, ask: int) -> int:
-    """Makes later work on a stream wait for what a row's own stream has. Returns a status."""
+    """Makes later work on a stream wait for all work so far on a row's own stream. Returns a status."""
     c = view(cache, 1, CACHE)[0]
     driver = view(c.pool, 1, POOL)[0].driver
     r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]

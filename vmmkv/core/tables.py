@@ -9,28 +9,28 @@
     pages     page table of a range: pages[row, page] is the frame + 1; 0 outside of the extents, and not scanned
     steps     the journal of the change that is under way
 
-Compiled functions are given one integer, the address of a pool or of a cache, and find the rest from there. They run
-from the first line to the last with the interpreter's lock held, so that nothing sees the books half changed; `run`
-alone gives the lock up, and it touches the journal and the handles of its frames only. A state is never freed.
+Compiled functions are given one integer, the address of a pool or of a cache, and find all tables from there. They run
+from the first line to the last with the interpreter's lock held, so that no other code sees the books half changed.
+`run` alone gives that lock up; it touches only the journal and the handles of its frames. A state is never freed.
 
-A change of what is mapped is three calls, under the lock of those who plan:
+A change of what is mapped is three calls, under the planning lock (`Pool.lock`):
 
-    plan      writes a journal. Pages that are to be unmapped leave the extents at once; pages that are to be mapped
-              come into them with the commit, and so do lengths.
+    plan      writes a journal. Pages to be unmapped leave the extents at once; pages to be mapped enter the extents
+              with the commit, and lengths change then.
     run       makes the journal's driver calls, one after another.
-    commit    books what was done. If that is not all, lengths are as before, pages that were not unmapped come back,
-              pages that were mapped are surplus, and frames that were made are free.
+    commit    books the calls that were made. If one failed, lengths are as before, pages that were not unmapped come
+              back, pages that were mapped are surplus, and frames that were made are free.
 
 Invariants between two calls, in pages:
- 1. `created + leased <= budget`, and `used` of all accounts adds up to `pool.used`. `committed` is the sum of what each
-    account uses or has reserved, whichever is more.
+ 1. `created + leased <= budget`, and `used` of all accounts adds up to `pool.used`. `committed` is the sum over
+    accounts of the larger of `used` and `reserved`.
  2. A frame is on one free stack (`refs == held == 0`), or mapped (`refs`), or held by a guest, or in the journal.
-    `place` is the exclusive or of the rows in which it is mapped: of one mapping it is the row.
+    `place` is the exclusive or of the rows in which the frame is mapped: with one mapping, that row.
  3. `first <= use_first <= use_end`, `first <= ready <= mapped`, and pages from `first` to `mapped` are mapped. Below
-    `head_end` they are large frames, whole ones. A frame that is mapped twice, or held, lies below `shared` in each of
-    its rows; below `readonly` a row cannot write.
- 4. Of pages below `shared` a frame counts the live rows that use it (`users`); above it the pages of a live row are its
-    own, and are counted by arithmetic.
+    `head_end` they lie on whole large frames. A frame that is mapped twice, or held, lies below `shared` in each of its
+    rows; below `readonly` a row cannot write.
+ 4. Below `shared` each frame counts the live rows that use it (`users`); above it the pages of a live row are its own,
+    and are counted by arithmetic.
  5. `gain` of a row is the number of its pages whose frames would be free if they were unmapped there.
  6. A row's fence covers all work on its surplus pages. Free frames and frames that a guest alone holds have none.
 """
@@ -72,33 +72,33 @@ ASK = _record(
     " ".join(f"scratch{index}" for index in range(SCRATCH))
     + " asked available slots tick row fresh frugal waited current"
 )
-"""What a caller learns beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and
-available, a fence to wait for, a row, whether a stream has a new slot. `frugal`: the driver has no memory for new
-frames; `waited`: the caller has waited for the fence; `current`: the handle of the caller's stream."""
+"""Numbers beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available, a fence to
+wait for, a row, the new slot of a stream + 1. The caller sets `frugal`: the driver has no memory for new frames;
+`waited`: the caller has waited for the fence; `current`: the handle of the caller's stream."""
 NOTE = _record("kind row owner tokens")
-"""What a guest is told of a row: see `vmmkv.core.guests`."""
+"""A message to a guest about a row: see `vmmkv.core.guests`."""
 
 VACANT_ROWS, LIVE, SPARE, RETIRED, CLASSES = 0, 1, 2, 3, 4
-"""Lists: rows without pages, live rows without surplus and with some, rows that a new sequence cannot take over as they
+"""Lists: rows without pages, live rows without surplus, live rows with surplus, rows that no sequence can adopt as they
 are; then parked rows by size."""
 NUM_CLASSES = 44
 LISTS = CLASSES + NUM_CLASSES
 
 FILL, COPY, LENGTH, STAGE, UNSTAGE, OUT, IN = range(20, 27)
-"""Kinds of steps beside the driver's (`vmmkv.driver.table`). `LENGTH` is no call: a row's length after the commit.
-`STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of a
-row."""
+"""Kinds of steps beside the driver's (`vmmkv.driver.table`). `LENGTH` makes no call: it is a row's length after the
+commit. `STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of
+a row."""
 ROW_BITS = 24
 ROW_MASK = (1 << ROW_BITS) - 1
 
 DONE, RING = 0, 1
-"""It is done; and the mapper has work."""
+"""The call is done; the call is done and the mapper is to be woken."""
 (
     BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED,
     NO_TOKEN, FULL, DEAD, NO_LIMIT, TAKEN,
 ) = range(-19, 0)  # fmt: skip
-"""Why a call has not done what was asked."""
+"""Reasons for which a call does less than was asked."""
 GAINED, TAKEN_FRAME = 1, 2
-"""`moving` of a frame in the journal: it becomes free, and another step has it."""
+"""Values of `moving`: the journal makes the frame free; a step of the journal has taken the frame."""
 FRESH_KEY = -1
 """The key of a frame that no sequence has had."""
