@@ -1,4 +1,4 @@
-"""Mapping ahead of need: what the mapper plans, a few frames at a time, from memory that nothing else needs."""
+"""Mapping ahead: the mapper's plans, a few frames at a time, from idle memory."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def next_row(cache: int) -> int:
 
 @inner
 def map_ahead(cache: int, row: int, frames: int, ask: int) -> int:
-    """Plans to map up to so many frames behind a row. Returns how many, or `SHORT` where there is no idle memory."""
+    """Plans to map up to so many frames behind a row. Returns their number; or `SHORT` or `WAIT`: no memory is idle."""
     c, done = view(cache, 1, CACHE)[0], 0
     large = view(c.pool, 1, POOL)[0].large
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
@@ -59,8 +59,8 @@ def map_ahead(cache: int, row: int, frames: int, ask: int) -> int:
 
 @entry
 def plan_ahead(pool: int, frames: int, ask: int) -> int:
-    """Plans to map up to so many frames behind rows that are about to need them. Returns a serial, or `DONE` where no
-    row needs any."""
+    """Plans to map up to so many frames behind rows that are about to need them. Returns a serial, `DONE` where no row
+    needs any, or a reason."""
     p, done = view(pool, 1, POOL)[0], 0
     settle(pool, ask)
     caches = view(p.caches_at, p.caches, np.int64)

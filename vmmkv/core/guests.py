@@ -1,23 +1,23 @@
-"""The door for guests: what remembers the tokens of frames, such as a tree of prefixes, and shares them later.
+"""The door for guests. A guest, such as a tree of prefixes, remembers the tokens of frames and shares the frames later.
 
 A guest holds frames: these outlive the rows in which they are mapped. The core knows no token ids.
 
-    join      once for a cache. From then on notes are written of sequences that end (`FREED`) or are cut (`CUT`).
-    notes     takes notes, the oldest first; a guest does so before it looks anything up. A full ring drops the oldest
-              and counts them: the guest then forgets what it knows of rows.
-    hold      references to the full frames in front of a live sequence's tokens, whose numbers are written down.
-    drop      ends references. A frame that is in no row is free then; one that is in a parked row can be reclaimed.
-    pin       counts frames as used while they are copied, or until a plan has shared them; `unpin` ends that.
-    share     see `vmmkv.core.sharing.plan_share`: frames that are held, in front of a new sequence, in the same journal
-              as its other pages.
-    adopt     see `vmmkv.core.starting.adopt_kept`: a parked row as it is.
+    join      starts the notes of a cache, once. A note tells of a sequence that has ended (`FREED`) or was cut (`CUT`).
+    notes     takes notes, the oldest first. A guest calls it before each lookup. If the ring was full, notes are lost,
+              and the guest forgets all that it knows of rows.
+    hold      references the full frames in front of a live sequence's tokens, and writes their numbers.
+    drop      ends references. A frame that is in no row becomes free; a frame in a parked row can be reclaimed.
+    pin       counts frames as used while they are copied, or until a share of them is booked; -1 ends that.
+    share     puts held frames in front of a new sequence, in one journal with its other pages: see
+              `vmmkv.core.sharing.plan_share`.
+    adopt     gives a parked row to a new sequence as it is: see `vmmkv.core.starting.adopt_kept`.
 
-`join`, `notes`, `hold`, `drop`, `pin` and `unpin` are one compiled call each, need no lock, and make no driver call but
-queries. `share` is a plan. A plan that is short returns `SHORT` and a number of pages; its caller has guests drop as
-many, without a lock, and plans again. A guest never drops frames that it has pinned.
+`join`, `notes`, `hold`, `drop` and `pin` are one compiled call each, need no lock, and make no driver call. `share` is
+a plan. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop as many, without a lock,
+and plans again. A guest never drops frames that it has pinned.
 
-Lists of frames are, for each range of the cache, the number of frames and then these; a range's frames lie on its pages
-from 0 on, one behind the other.
+A list of frames is, for each range of the cache, the number of frames and then their numbers. The frames of a range lie
+on its pages from 0 on, one behind the other.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from .tables import CACHE, DONE, EXTENT, FRAME, GONE, LISTS, NO_TOKEN, NOTE, POO
 
 @entry
 def join(cache: int, ring: int, size: int) -> int:
-    """Has notes written to a ring of so many."""
+    """Starts the notes of a cache, in a ring of `size` notes."""
     c = view(cache, 1, CACHE)[0]
     c.ring_at, c.ring_size, c.guest, c.ring_head, c.ring_tail = ring, size, 1, 0, 0
     return DONE
@@ -39,7 +39,7 @@ def join(cache: int, ring: int, size: int) -> int:
 
 @entry
 def notes(cache: int, out: int, most: int) -> int:
-    """Takes up to so many notes. Returns how many there were; or -1, once, where notes were lost."""
+    """Takes up to so many notes. Returns their number; or -1, once, where notes were lost."""
     c = view(cache, 1, CACHE)[0]
     if c.ring_head - c.ring_tail > c.ring_size:
         c.ring_tail = c.ring_head
@@ -55,9 +55,9 @@ def notes(cache: int, out: int, most: int) -> int:
 
 @entry
 def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, most: int) -> int:
-    """References frames of a range that are full of a sequence's first tokens, from page `first` on, and writes their
-    numbers to `out`. Returns how many frames there are, or `GONE` or `NO_TOKEN`: it has fewer tokens, or its front was
-    given back."""
+    """References the frames of a range, from page `first` on, that a sequence's first tokens fill, and writes their
+    numbers to `out`. Returns the number of frames, or `GONE`; or `NO_TOKEN`: the sequence has fewer tokens, or has
+    released its front."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0:
         return GONE
@@ -94,7 +94,7 @@ def drop(cache: int, frames_at: int, count: int) -> int:
 
 @inner
 def reference(cache: int, frame: int, sign: int) -> None:
-    """Adds to the references of a frame, or ends one."""
+    """Adds a reference to a frame, or ends one."""
     pool = view(cache, 1, CACHE)[0].pool
     f = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
     add_gain(cache, frame, -1)
@@ -106,7 +106,7 @@ def reference(cache: int, frame: int, sign: int) -> None:
 
 @entry
 def pin(cache: int, frames_at: int, count: int, sign: int) -> int:
-    """Counts frames as used (`sign` is 1), or ends that (-1)."""
+    """Pins frames, which count as used then (`sign` is 1), or unpins them (-1)."""
     frames = view(frames_at, count, np.int64)
     for index in range(count):
         add_user(cache, frames[index], sign)

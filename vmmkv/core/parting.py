@@ -1,9 +1,8 @@
-"""Pages that a row is to have alone: a copy takes the place of each frame that others have, too.
+"""Copies before a row may write: a copy takes the place of each frame that other rows or guests have.
 
-The copy is mapped and filled elsewhere first, in the staging range (`plan_part`). Once the device has made it, and has
-finished all other work on the row, it takes the frame's place (`plan_swap`). A call that fails on the way to that loses
-nothing; if one fails within the change of places, the row is broken, its tokens are in the copy, and `plan_repair` maps
-that.
+The copy is mapped and written in the staging range first (`plan_part`). When the device has made the copy, and has
+finished all other work on the row, the copy takes the frame's place (`plan_swap`). A call that fails before the swap
+loses nothing. If one fails within the swap, the row is broken: its tokens are in the copy, and `plan_repair` maps that.
 """
 
 from ..compiled import entry, inner
@@ -39,7 +38,7 @@ from .tables import (
 
 @inner
 def is_sole(pool: int, frame: int) -> int:
-    """Whether a frame is in one row, and no guest holds it."""
+    """Whether a frame is in one row only, and no guest holds it."""
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     return 1 if f.refs == 1 and f.held == 0 else 0
@@ -47,11 +46,11 @@ def is_sole(pool: int, frame: int) -> int:
 
 @entry
 def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
-    """Plans a step on the way to pages of a row, from `page` on, that no other row has: shared pages behind its tokens
-    are unmapped; the last frame below `shared` is made writable, or copied to the staging range.
+    """Plans one step towards a row whose pages from `page` on are its own: shared pages behind its tokens are unmapped;
+    the last frame below `shared` is made writable, or copied to the staging range.
 
-    Returns a serial, behind which `plan_swap` follows if `ask.row` is 1; `DONE` where nothing is left to do; `GONE`,
-    `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, or `CAPTURED`.
+    Returns a serial, and the caller goes on with `plan_swap` if `ask.row` is 1; `DONE` where nothing is left to do;
+    `GONE`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, or `CAPTURED`.
     """
     c = view(cache, 1, CACHE)[0]
     settle(c.pool, ask)
@@ -88,7 +87,7 @@ def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
 
 @inner
 def plan_copy(cache: int, row: int, part: int, page: int, pages: int, ask: int) -> int:
-    """Plans to copy a frame of a row to the staging range. Returns a serial, or why it cannot be."""
+    """Plans to copy a frame of a row to the staging range. Returns a serial, or a reason."""
     c = view(cache, 1, CACHE)[0]
     p, a = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
     before = available(cache)
@@ -115,7 +114,7 @@ def plan_copy(cache: int, row: int, part: int, page: int, pages: int, ask: int) 
 
 @entry
 def fence(cache: int, ticket: int, ask: int) -> int:
-    """The fence behind all work on a row so far, in `ask`. Returns `DONE`, `GONE`, `CAPTURED` or `FAILED`."""
+    """Writes the fence of all work on a row so far to `ask`. Returns `DONE`, `GONE`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0:
         return GONE
@@ -127,8 +126,8 @@ def fence(cache: int, ticket: int, ask: int) -> int:
 
 @entry
 def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
-    """Plans that the staged copy takes the place of the last frame below a row's `shared`. The caller has waited for
-    the row's fence. Returns a serial, or `GONE`."""
+    """Plans to put the staged copy in the place of the last frame below a row's `shared`. The caller has waited for the
+    row's fence. Returns a serial, or `GONE`."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     settle(c.pool, ask)
@@ -147,7 +146,7 @@ def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
 
 @inner
 def plan_in(cache: int, row: int, part: int, page: int, pages: int, frame: int) -> None:
-    """Plans to map a frame where it belongs by the books."""
+    """Plans to map a frame on the page that the page table has it on, and to make it accessible."""
     c = view(cache, 1, CACHE)[0]
     p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if r.broken == WITHOUT_FRAME or not r.broken:
@@ -157,8 +156,8 @@ def plan_in(cache: int, row: int, part: int, page: int, pages: int, frame: int) 
 
 @entry
 def plan_unstage(pool: int, ask: int) -> int:
-    """Plans to give up a staged copy that has not taken its place. The caller has waited for the device. Returns a
-    serial, or `DONE`."""
+    """Plans to drop a staged copy that lies in no row. The caller has waited for the device. Returns a serial, or
+    `DONE`."""
     p = view(pool, 1, POOL)[0]
     settle(pool, ask)
     if not p.staged:

@@ -60,7 +60,7 @@ from .tables import (
 
 @inner
 def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
-    """Plans to map a frame that other rows, or a guest, have, too. It counts as used until the commit. Returns its
+    """Plans to map a frame that other rows or a guest have. Until the commit the frame counts as used. Returns its
     pages."""
     p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
     add_user(cache, frame, 1)
@@ -72,7 +72,7 @@ def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
 
 @inner
 def follow(cache: int, source: int, row: int, ask: int) -> int:
-    """Has a row's stream come behind all work on another row, whose pages in turn wait for this stream. Returns `DONE`,
+    """Makes a row's stream wait for all work on the source row, and names that stream on a live source. Returns `DONE`,
     `CAPTURED` or `FAILED`."""
     c = view(cache, 1, CACHE)[0]
     driver = view(c.pool, 1, POOL)[0].driver
@@ -101,16 +101,15 @@ def follow(cache: int, source: int, row: int, ask: int) -> int:
 
 @inner
 def split_page(cache: int, source: int, part: int, tokens: int) -> int:
-    """The first page of a row that is not full of so many tokens; a frame is full as a whole."""
+    """The first page of the first frame of a row that so many tokens do not fill."""
     return fit(cache, source, part, page_of(cache, part, tokens), 0)
 
 
 @entry
 def plan_share(cache: int, ticket: int, source: int, tokens: int, frames_at: int, ask: int) -> int:
-    """Plans that a new sequence without tokens begins with the first tokens of a row, `source`: on the same frames
-    where these are full, and on a copy of the rest. `frames_at` is 0, or the address of numbers of frames that stand
-    for the full ones, for each range `pages` and as many numbers (see `vmmkv.core.guests`); then `source` is the row
-    that the rest is copied from, or -1 where nothing is.
+    """Plans that a new sequence without tokens begins with the first tokens of a row, `source`: full frames are shared,
+    the rest is copied. `frames_at` is 0, or the address of the numbers of the full frames, listed as in
+    `vmmkv.core.guests`; then `source` is the row to copy the rest from, or -1 if there is no rest.
 
     Returns a serial, `GONE`, `NO_TOKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
     """
@@ -158,7 +157,7 @@ def plan_share(cache: int, ticket: int, source: int, tokens: int, frames_at: int
 
 @inner
 def give_up(cache: int, row: int, code: int, ask: int) -> int:
-    """Refuses what `plan_share` has planned so far."""
+    """Takes back what `plan_share` has planned so far. Returns the code."""
     c = view(cache, 1, CACHE)[0]
     view(c.rows_at, c.num_rows + LISTS, ROW)[row].start = 0
     use_tokens(cache, row, 0)
@@ -178,7 +177,7 @@ def mapped_anywhere(cache: int, row: int) -> int:
 
 @inner
 def share_front(cache: int, row: int, part: int, source: int, tokens: int, frames_at: int) -> int:
-    """Plans to map the frames that two rows will share. Returns the page behind them."""
+    """Plans to map the frames that a row shares with the source or the guest. Returns the page behind them."""
     c = view(cache, 1, CACHE)[0]
     if frames_at:
         count, page = view(frames_at, 1, np.int64)[0], 0
@@ -202,7 +201,7 @@ def share_front(cache: int, row: int, part: int, source: int, tokens: int, frame
 
 @inner
 def copy_rest(cache: int, row: int, part: int, source: int, tokens: int) -> None:
-    """Plans to map the pages behind those that are shared, and to copy what lies on them from another row."""
+    """Plans to map the pages behind the shared ones, and to copy their tokens from the source."""
     c = view(cache, 1, CACHE)[0]
     p, g = view(c.pool, 1, POOL)[0], view(c.ranges_at, c.ranges, RANGE)[part]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]

@@ -1,4 +1,4 @@
-"""Sequences begin on rows, keep some of their tokens, and end."""
+"""Sequences: their start on a row, the tokens that they keep, and their end."""
 
 import numpy as np
 
@@ -54,13 +54,14 @@ from .tables import (
 )
 
 FREED, CUT, EMPTIED = 1, 2, 3
-"""Kinds of notes for a guest: a sequence has ended, its tokens from some on are gone; a row has lost its pages."""
+"""Kinds of notes for a guest: a sequence has ended; a sequence was cut to a length; a row has lost its pages."""
 CANDIDATES = 8
+"""Parked rows of a size that `choose` looks at."""
 
 
 @inner
 def note(cache: int, kind: int, row: int, owner: int, tokens: int) -> None:
-    """Tells a guest what has become of a row. A full ring drops the oldest note, and counts it."""
+    """Writes a note about a row for the guest. A note in a full ring overwrites the oldest."""
     c = view(cache, 1, CACHE)[0]
     if not c.guest:
         return
@@ -83,8 +84,7 @@ def is_near(cache: int, row: int, slot: int, ask: int) -> int:
 
 @inner
 def suits(cache: int, row: int, target: int) -> int:
-    """Whether a sequence of so many tokens would waste little on a parked row, of whose large frames each is used as a
-    whole."""
+    """Whether a sequence of so many tokens would waste little on a parked row: large frames count as used whole."""
     c = view(cache, 1, CACHE)[0]
     for part in range(c.ranges):
         end = pages_for(cache, part, target + c.overread)
@@ -95,8 +95,8 @@ def suits(cache: int, row: int, target: int) -> int:
 
 @inner
 def choose(cache: int, pages: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
-    """The parked row to take over for so many pages, or -1: of the smallest size that has them, else the largest; of
-    the same key, and rather one behind whose work the stream comes, if a few looks find it."""
+    """Chooses a parked row of the same key for so many pages, or -1: of the smallest size that is large enough, else of
+    the largest; among the first few, one whose work has finished or is on the same stream."""
     c = view(cache, 1, CACHE)[0]
     rows, wanted, best = view(c.rows_at, c.num_rows + LISTS, ROW), class_of(pages), -1
     for turn in range(NUM_CLASSES):
@@ -134,7 +134,7 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
 
 @inner
 def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
-    """The row for a new sequence: a parked one whose pages suit it, else one without pages; -1: there is neither."""
+    """Finds a row for a new sequence: a parked row whose pages suit it, else one without pages, else -1."""
     c, pages, row = view(cache, 1, CACHE)[0], 0, -1
     vacant = view(c.rows_at, c.num_rows + LISTS, ROW)[c.num_rows + VACANT_ROWS].next
     for part in range(c.ranges):
@@ -149,13 +149,11 @@ def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int)
 
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
-    """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is the row that it is to
-    be, -1 for any, or -2 less the number of a row that it is not to be. It makes no driver call that maps, and needs no
-    lock.
+    """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or
+    -2 - row, for any other than that row. It maps nothing, and needs no lock.
 
-    Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the row that it is to be is a live sequence's; `NEEDS`: rows are
-    there, but with pages that cannot be taken over as they are (see `plan_empty`); `FULL` or `FAILED`: the stream could
-    not be named.
+    Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the wanted row belongs to a live sequence; `NEEDS`: the pages of a row
+    must be unmapped first (see `plan_empty`); `FULL` or `FAILED`: the stream could not be named.
     """
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
@@ -183,8 +181,8 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
 
 @inner
 def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int) -> int:
-    """Chooses a row, to `ask.row`, and has the stream come behind all work on its pages. Returns `DONE`, `NEEDS` or
-    `FAILED`. It needs the context."""
+    """Writes a row for a new sequence to `ask.row`, and makes the stream wait for all work on its pages. Returns
+    `DONE`, `NEEDS` or `FAILED`. It needs the context."""
     c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
     driver, rows = view(c.pool, 1, POOL)[0].driver, view(c.rows_at, c.num_rows + LISTS, ROW)
     a.row = row = find_row(cache, target, key, -2 - wanted, slot, ask) if wanted < 0 else wanted
@@ -205,9 +203,8 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
 
 @entry
 def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, handle: int, cell: int, ask: int) -> int:
-    """Gives a parked row to a new sequence that begins with the first tokens that the sequence `last` has left there.
-    Returns `DONE` or `RING`; `GONE`: another has had the row meanwhile, or its pages are not all there; or what `adopt`
-    returns."""
+    """Gives a parked row to a new sequence that begins with the first tokens of the sequence `last`, which had the row.
+    Returns `DONE` or `RING`; `GONE`: another sequence has had the row, or pages are gone; or what `adopt` returns."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
@@ -243,8 +240,8 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
 
 @entry
 def kept(cache: int, row: int, last: int) -> int:
-    """How many tokens, from the first on, of those that a sequence has left on its row are mapped there still; -1
-    where another sequence has had the row."""
+    """The number of tokens, from the first on, that are still mapped of an ended sequence on its row; -1 if another
+    sequence has had the row."""
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if r.owner or r.busy or r.last != last or r.broken:
@@ -260,8 +257,8 @@ def kept(cache: int, row: int, last: int) -> int:
 
 @entry
 def plan_empty(cache: int, wanted: int, ask: int) -> int:
-    """Plans to unmap all of a row that no sequence has: of the one that is wanted, or of the oldest that cannot be
-    taken over as it is. Returns a serial, `NO_ROWS` or `WAIT`."""
+    """Plans to unmap all of a row without a sequence: the wanted one, else the oldest retired one, else the oldest
+    parked one. `wanted` is as in `adopt`. Returns a serial, `NO_ROWS`, `TAKEN` or `WAIT`."""
     c = view(cache, 1, CACHE)[0]
     rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted
     settle(c.pool, ask)
@@ -298,7 +295,7 @@ def empty_row(cache: int, row: int) -> None:
 
 @inner
 def disown(cache: int, row: int) -> None:
-    """Ends a row's sequence. The row is parked; if it is in a journal, that finds out."""
+    """Ends a row's sequence, and parks the row. A journal that has the row finds the owner changed."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
@@ -320,8 +317,8 @@ def disown(cache: int, row: int) -> None:
 
 @entry
 def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
-    """Ends sequences, behind work on their streams and on the current one; stale tickets are ignored. Returns `DONE`,
-    or `CAPTURED`, `FULL` or `FAILED`, and then none has ended. It needs no lock."""
+    """Ends sequences. Their fence covers all work so far on their streams and on the current one. Stale tickets are
+    ignored. Returns `DONE`; or `CAPTURED`, `FULL` or `FAILED`, and no sequence has ended. It needs no lock."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
@@ -358,8 +355,8 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
 
 @entry
 def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
-    """Has a sequence keep tokens `[start, length)` of those that it has, -1 meaning what it was. Pages without tokens
-    stay mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
+    """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
+    mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0:
         return row
