@@ -52,7 +52,7 @@ NO_LIMIT = 1 << 40
 
 
 class Watch(weakref.ref["Sequence"]):
-    """What frees a sequence that is collected: its callback appends to a deque, which nothing interrupts."""
+    """A weak reference to a sequence, queued for `sweep` when the sequence is collected."""
 
     __slots__ = ("ticket",)
     ticket: int
@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def ticket(self) -> int:
-        """What names it to compiled code."""
+        """The ticket: its name in compiled code."""
         return self.cell[0]
 
     @property
@@ -86,7 +86,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far, with those in front of `start`."""
+        """Tokens so far, including those before `start`."""
         return int(self.cache.lengths[self.record_index()])
 
     @property
@@ -133,7 +133,7 @@ class Sequence:
         self.cache.record_stream(self, stream)
 
     def free(self) -> None:
-        """Ends it."""
+        """Ends the sequence."""
         self.cache.free((self,))
 
 
@@ -147,10 +147,10 @@ class Cache:
         max_seq_len: tokens of a row.
         limit: the most pages that it may use; None is all of the pool.
         reserved: pages that it can have at any time.
-        lookahead: tokens that the mapper maps behind each sequence.
-        overread: tokens behind each length that are mapped, too.
+        lookahead: tokens behind each sequence for which the mapper maps pages.
+        overread: tokens behind each length for which pages are mapped.
         large: whether prompts go on large frames.
-        scrub: whether bytes of a sequence are filled before another can read them.
+        scrub: whether memory is filled before another sequence can read it.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Cache:
     def sequence(
         self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None, avoid: int = -1
     ) -> Sequence:
-        """Starts a sequence of so many tokens, on a row, or on any but one."""
+        """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
         if self._dead:
             self.sweep()
         sequence = Sequence(self)
@@ -240,7 +240,7 @@ class Cache:
         self._started(sequence, code, ask, row)
 
     def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
-        """Watches a sequence that has begun, or raises why it has not."""
+        """Watches a sequence that was started, or raises the error of its start."""
         if code < 0:
             if code in (NO_ROWS, TAKEN):
                 which = (
@@ -267,10 +267,10 @@ class Cache:
                 return
 
     def free(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences. One fence serves all of them; those that were freed are ignored.
+        """Ends sequences, with one fence for all. Sequences that were freed are ignored.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured on one of their streams; none has ended.
+            StreamCaptureError: a CUDA graph is being captured on one of their streams. No sequence has ended.
         """
         tickets, ask = array("q", [each.cell[0] for each in sequences]), Ask()
         address, count = tickets.buffer_info()
@@ -329,7 +329,7 @@ class Cache:
             raise self._error(code, ask)
 
     def _part_before(self, row: int, code: int) -> None:
-        """Lets a row write behind its length: what lies there is copied, or mapped, first."""
+        """Makes the pages behind a row's length writable: by a copy, or by a repair if the row is broken."""
         ticket = int(self.owners[row]) << ROW_BITS | row
         if code == BROKEN:
             self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
@@ -337,7 +337,7 @@ class Cache:
         self.part(ticket, int(self.lengths[row]))
 
     def part(self, ticket: int, token: int) -> None:
-        """Makes a row the only one with its pages from a token on, a frame at a time."""
+        """Copies the shared frames of a row from a token on, one at a time, so that the row may write."""
         pool, size = self.pool, self.pool.driver.page_size
         if pool.copying._is_owned():  # type: ignore[attr-defined]
             raise busy()
@@ -348,7 +348,7 @@ class Cache:
                     pass
 
     def _part_step(self, ticket: int, part: int, page: int) -> bool:
-        """Makes one step of `part`; returns whether there may be more."""
+        """Makes one step of `part`. Returns whether there may be more."""
         ask, before = Ask(), self.shared_end(ticket, part)
         code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
         if code == GONE:
@@ -366,11 +366,11 @@ class Cache:
         return self.shared_end(ticket, part) > max(page, 0) and self.shared_end(ticket, part) != before
 
     def shared_end(self, ticket: int, part: int) -> int:
-        """The page below which a row's pages may be others', too."""
+        """The page below which a row's pages may be shared."""
         return int(self.extents[(ticket & ROW_MASK) * len(self.ranges) + part]["shared"])
 
     def _unstage(self) -> None:
-        """Gives up a copy that was left in the staging range."""
+        """Drops a copy that was left in the staging range."""
         if self.pool.word("staged"):
             wait_for_device(self.pool.driver)
             self.pool.change(Ask(), entries.plan_unstage, self.pool.address)
@@ -384,7 +384,7 @@ class Cache:
         Fence(self.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
 
     def keep(self, sequence: Sequence, start: int, length: int) -> None:
-        """Has a sequence keep some of its tokens; -1 keeps a bound."""
+        """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is."""
         ask = Ask()
         code = entries.keep(self.address, sequence.cell[0], start, length, ask.address)
         if code < 0:
@@ -397,7 +397,7 @@ class Cache:
 
         Args:
             source: a sequence, or the number of a parked row, or -1 where all tokens lie on `frames`.
-            frames: stand for the full frames in front, as guests list them.
+            frames: the full frames in front, as a list of a guest.
         """
         row = source.record_index() if isinstance(source, Sequence) else source
         if isinstance(source, Sequence) and source.cache is not self:
@@ -419,7 +419,7 @@ class Cache:
         return sequence
 
     def adopt_kept(self, row: int, last: int, tokens: int, expected: int = 0) -> Sequence | None:
-        """Starts a sequence on a parked row, with tokens that another has left there; None: they are gone."""
+        """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
         sequence, ask = Sequence(self), Ask()
         code = entries.adopt_kept(
             self.address, row, last, tokens, expected, self.pool.current_handle(), sequence.cell.buffer_info()[0],
@@ -446,7 +446,7 @@ class Cache:
         return Batch(self, sequences)
 
     def _error(self, code: int, ask: Ask) -> Exception:
-        """What a code about sequences is raised as."""
+        """The exception for a code about sequences."""
         if code == GONE:
             return gone()
         if code == TOO_LONG:
@@ -486,7 +486,7 @@ class Batch:
 
     Args:
         cache: the cache of all of them.
-        sequences: those that are in it at first.
+        sequences: the first ones.
     """
 
     def __init__(self, cache: Cache, sequences: Iterable[Sequence] = ()) -> None:
@@ -501,7 +501,7 @@ class Batch:
         return self._count
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence, as the last."""
+        """Adds a sequence at the end."""
         if sequence.cache is not self.cache:
             raise ArgumentError("got a sequence of another cache")
         self._tickets[self._count] = sequence.ticket
@@ -541,10 +541,10 @@ def check_tokens(tokens: int, most: int) -> int:
 
 
 def gone() -> UseAfterFreeError:
-    """What is raised for a sequence that has ended."""
+    """The error for a sequence that has ended."""
     return UseAfterFreeError("the sequence was freed; start a new one")
 
 
 def too_long(length: int, most: int) -> SequenceTooLongError:
-    """What is raised for a sequence that would outgrow its row."""
+    """The error for a sequence that would outgrow its row."""
     return SequenceTooLongError(f"asked for {length} tokens; a row is max_seq_len={most} long")

@@ -1,4 +1,4 @@
-"""Whether the tables hold what `vmmkv.core.tables` says of them: for tests, and for debugging."""
+"""Checks of the invariants of `vmmkv.core.tables`, for tests and for debugging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tables import CLASSES, LISTS, LIVE, RETIRED, SPARE, VACANT_ROWS
 
 
 class Found:
-    """What the tables of a pool's caches say of each frame."""
+    """Counts of each frame, from the tables of a pool's caches."""
 
     def __init__(self) -> None:
         self.refs: Counter[int] = Counter()
@@ -29,8 +29,8 @@ class Found:
 def check(
     pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None, pins: Counter[int] | None = None
 ) -> None:
-    """Raises `InvariantError` where the books of a pool, on which these caches lie, are wrong. `held` and `pins` are
-    what guests hold and have pinned, by frame."""
+    """Raises `InvariantError` where the books of a pool and its caches are wrong. `held` and `pins` count the
+    references and the pins of guests, by frame."""
     with pool.lock:
         state = pool.state[0]
         expect(state["pending"] == 0, "a journal is pending")
@@ -56,7 +56,7 @@ def expect(holds: Any, words: str) -> None:
 
 
 def check_frames(pool: Pool, found: Found, held: Counter[int], pins: Counter[int]) -> None:
-    """Checks frames, and the stacks of those that are free."""
+    """Checks frames, and the stacks of free ones."""
     state, frames = pool.state[0], pool.frames
     staged = {int(state["staged"]) - 1} if state["staged"] else set()
     free, gone = stack(state, "small") + stack(state, "larges"), stack(state, "unmade")
@@ -87,8 +87,7 @@ def stack(state: Any, name: str) -> list[int]:
 
 
 def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
-    """Checks the rows of a cache; returns the pages that are used and not counted frame by frame, and those of frames
-    that count their first user here."""
+    """Checks the rows of a cache. Returns the pages that they use; a frame of several users counts with the first."""
     used, tokens, live = 0, 0, 0
     size = pool.driver.page_size
     for row in range(cache.max_sequences):
@@ -132,7 +131,7 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
 
 
 def row_text(cache: Cache, row: int, index: int) -> str:
-    """What the books have of a row, for messages."""
+    """The state of a row, for messages."""
     e, r = cache.extents[row * len(cache.ranges) + index], cache.rows[row]
     return f"{dict(zip(e.dtype.names, e.tolist()))}, length {r['length']}, start {r['start']}, owner {r['owner']}"
 

@@ -1,10 +1,11 @@
 """The mapper: a thread that maps pages behind rows before these need them, a few frames at a time.
 
-It plans and commits like all others, and lets them in between. It takes idle memory alone: free frames, new ones within
-the budget, pages of parked rows. It ends with its pool, and before the interpreter does; a forked child has none.
+It plans and commits like all other threads, and they plan between its changes. It takes only idle memory: free frames,
+new ones within the budget, pages of parked rows. It ends with its pool, and before the interpreter; a forked child has
+none.
 
-What fails in it changes nothing: the rows that it was to map for are no longer asked for, until their pages change, and
-a growth that finds no page there maps it, or fails with the error of its own call.
+A failure in it changes nothing. The mapper leaves rows for which it failed alone until their pages change; a growth
+that lacks a page maps it, or raises the error of its own call.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .pool import Ask, Pool
 from .tables import FAILED, RING, WAIT
 
 FRAMES = 4
-"""Frames of a change: a thread that needs pages waits for no more than these."""
+"""Frames of one change, the most that another thread has to wait for."""
 DELAY = 0.0003
-"""Seconds between two changes, in which threads that launch kernels have the interpreter's lock."""
+"""Seconds between two changes, so that threads that launch kernels get the interpreter's lock."""
 
 
 class Mapper:
@@ -28,9 +29,9 @@ class Mapper:
 
     def __init__(self, pool: Pool) -> None:
         self.error: Exception | None = None
-        """What went wrong last."""
+        """The last failure."""
         self.changes = 0
-        """Changes that it has made."""
+        """The number of changes so far."""
         self._pool = weakref.ref(pool)
         self._bell = threading.Event()
         self._is_over = False
@@ -38,14 +39,14 @@ class Mapper:
         self._end = weakref.finalize(pool, self.stop)
 
     def ring(self) -> None:
-        """Has it look for rows that need pages."""
+        """Wakes the mapper, which looks for rows that need pages."""
         if self._thread is None and not self._is_over:
             self._thread = threading.Thread(target=self._work, name="vmmkv-mapper", daemon=True)
             self._thread.start()
         self._bell.set()
 
     def stop(self) -> None:
-        """Ends it, behind the change that it is at."""
+        """Ends the mapper after its current change."""
         self._is_over = True
         self._bell.set()
         thread = self._thread
@@ -64,8 +65,8 @@ class Mapper:
             del pool, state
 
     def _map(self, pool: Pool) -> bool:
-        """Maps until no row needs pages, or a call fails; returns whether none has. A row that is queued while the
-        mapper is not asleep does not ring, so its caller looks once more."""
+        """Maps until no row needs pages, or a call fails. Returns whether no call has failed. A row that is queued
+        while the mapper is awake does not ring, so the caller looks once more."""
         state, ask = pool.state[0], Ask()
         state["asleep"] = 0
         try:
@@ -78,7 +79,7 @@ class Mapper:
         return not self._is_over
 
     def _change(self, pool: Pool, ask: Ask) -> bool:
-        """Makes one change; returns whether there may be more."""
+        """Makes one change. Returns whether there may be more to do."""
         with pool.lock:
             code = entries.plan_ahead(pool.address, FRAMES, ask.address)
             if code > RING:

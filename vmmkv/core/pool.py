@@ -1,4 +1,4 @@
-"""A pool: physical memory of a device, and the one way through which its books are changed."""
+"""A pool: physical memory of a device, and `change`, which plans, runs and commits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NORESERVE = 0x4000
 
 
 class Ask:
-    """What a compiled call is asked with, and answers: see `vmmkv.core.tables.ASK`."""
+    """Numbers to and from a compiled call: see `vmmkv.core.tables.ASK`."""
 
     __slots__ = "address", "words"
 
@@ -78,13 +78,14 @@ class Pool:
     def __init__(self, driver: Driver, pages: int, *, poison: bool = False) -> None:
         self.driver, self.meter, self.ahead_meter = driver, Meter(), Meter()
         self.evict: list[Callable[[int], int]] = []
-        """What guests give up pages with: called with a number of pages, each returns how many it has given up."""
+        """Functions of guests: each is called with a number of pages, drops frames, and returns how many pages it
+        gave."""
         self.lock = threading.RLock()
-        """Held from the plan of a change to its commit."""
+        """The planning lock, held from the plan of a change to its commit."""
         self.copying = threading.RLock()
         """Held while a copy is in the staging range; taken before `lock`."""
         self.mapper: Any = None
-        """What maps ahead, if anything does: it has a method `ring`."""
+        """The mapper of the pool, if it has one; an object with a method `ring`."""
         capacity = 2 * max(driver.memory_info()[1] // driver.page_size, pages) + 64
         self.frames, self.accounts, self.steps = (
             zeros(capacity, FRAME),
@@ -113,14 +114,14 @@ class Pool:
     # ------------------------------------------------------------------ changes
 
     def change(self, ask: Ask, plan: Callable[..., int], *arguments: int) -> int:
-        """Makes a change: plans it, makes its driver calls, and books what was done. Waits for the device, or asks
-        guests for pages, and plans again, where the plan says so.
+        """Plans a change, makes its driver calls, and books them. Where the plan says so, waits for the device or asks
+        guests for pages, and plans again.
 
         Returns `DONE`, or a code that the plan has for its caller.
 
         Raises:
             BusyError: the thread is in the middle of another change.
-            OutOfPagesError: what is asked for is not there.
+            OutOfPagesError: there are too few pages.
             DriverError, StreamCaptureError: nothing has changed.
         """
         lock, error, ask.words[CURRENT] = self.lock, None, self.current_handle()
@@ -143,7 +144,7 @@ class Pool:
         return code
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
-        """Does what a plan needs before it is made again; raises where nothing helps."""
+        """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
         if code == WAIT:
             Fence(self.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
             ask.words[WAITED] = 1
@@ -156,16 +157,16 @@ class Pool:
         elif error is None or ask.words[FRUGAL] or error.call != self.driver.names["create"]:
             raise error or self.driver.error("record", int(ask.words[0]))
         else:
-            ask.words[FRUGAL] = 1  # the driver has no memory, or says so: surplus has
+            ask.words[FRUGAL] = 1  # the driver has no memory for new frames: take surplus
 
     def failure(self) -> DriverError:
-        """Why the journal that was run last has ended early."""
+        """The error that ended the last journal."""
         step, status = self.steps[int(self.state[0]["done"])], int(self.state[0]["status"])
         detail = f"{step['nbytes']} bytes on {self.driver.device}" if step["kind"] == CREATE else ""
         return self.driver.error(NAMES[int(step["kind"])], status, detail)  # type: ignore[return-value]
 
     def error(self, code: int, ask: Ask) -> Exception:
-        """What a code of a compiled call is raised as."""
+        """The exception for a code of a compiled call."""
         if code == NO_PAGES:
             return out_of_pages(ask.words[ASKED], ask.words[AVAILABLE])
         if code == CAPTURED:
@@ -183,10 +184,10 @@ class Pool:
         return int(self.state[0][name])
 
     def set_limit(self, pages: int, account: int = -1, reserved: int = 0) -> None:
-        """Sets the budget in pages, or an account's limit and what it has reserved; gives back what is too much.
+        """Sets the budget in pages, or the limit and the reservation of an account. Releases pages above the budget.
 
         Raises:
-            OutOfPagesError: live tokens, or what others have reserved, leave no room for that. Nothing has changed.
+            OutOfPagesError: live tokens and reservations need more. Nothing has changed.
         """
         ask = Ask()
         if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
@@ -195,7 +196,7 @@ class Pool:
             self.trim(pages)
 
     def trim(self, keep_pages: int = 0) -> int:
-        """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
+        """Releases free and surplus pages until `keep_pages` exist. Returns how many were released."""
         before = self.word("created")
         while self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED):
             pass
@@ -222,7 +223,7 @@ class Pool:
         account["open"] = 0
 
     def ring(self) -> None:
-        """Has the mapper look for work, if there is one."""
+        """Wakes the mapper, if there is one."""
         if self.mapper is not None:
             self.mapper.ring()
 
@@ -249,12 +250,12 @@ def record(dtype: np.dtype[Any], **words: int) -> np.ndarray[Any, np.dtype[Any]]
 
 
 def busy() -> BusyError:
-    """What a finalizer or a signal handler is told in the middle of a change of the same thread."""
+    """The error for a finalizer or a signal handler within a change of its own thread."""
     return BusyError("called in the middle of another call of the same thread, by a finalizer or a signal handler")
 
 
 def out_of_pages(asked: int, available: int, what: str = "") -> OutOfPagesError:
-    """What is raised where pages are not there."""
+    """The error for missing pages."""
     return OutOfPagesError(
         f"asked for {what + ' ' if what else ''}{asked} pages; there are {available}. Free or truncate sequences, or "
         "raise the limit",
