@@ -172,7 +172,7 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
 
 @inner
 def first_missing(cache: int, row: int, part: int) -> int:
-    """The first page that is not mapped of those that a row begins to use."""
+    """The first page that a row is to use and that is not mapped."""
     c = view(cache, 1, CACHE)[0]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     return e.mapped if e.first < e.mapped else page_of(cache, part, view(c.rows_at, c.num_rows + LISTS, ROW)[row].start)

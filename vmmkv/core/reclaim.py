@@ -95,7 +95,7 @@ def take_spare(cache: int, row: int, wanted: int, level: int) -> int:
 
 @inner
 def oldest(pool: int) -> int:
-    """The cache whose oldest parked row is the oldest, or 0."""
+    """The cache with the oldest parked row, or 0."""
     p, found, stamp = view(pool, 1, POOL)[0], 0, 0
     caches = view(p.caches_at, p.caches, np.int64)
     for index in range(p.caches):

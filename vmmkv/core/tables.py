@@ -1,4 +1,4 @@
-"""The tables of the books, and what must hold of them between two calls.
+"""The tables of the books, and the invariants that hold between two calls.
 
     pool      budget, free frames, the journal, the caches and accounts that lie on it
     accounts  what each user of a pool uses, may use, and has reserved, in pages
