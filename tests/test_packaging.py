@@ -73,8 +73,9 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "compiled", "driver", "memory", "tensors", "space"]
+LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "compiled", "driver", "core", "memory", "tensors"]
 LAYERS += [
+    "space",
     "rows",
     "reuse",
     "invariants",
@@ -151,6 +152,7 @@ PRIVATE = {
     "_exit",
     "_fields",
     "_getframe",
+    "_is_owned",
     "_make",
     "_replace",
 }
