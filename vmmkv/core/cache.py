@@ -326,25 +326,35 @@ class Cache:
         if code == RING:
             self.pool.ring()
         elif code < 0:
-            raise self._error(code, ask)
+            raise self.error(code, ask)
 
     def _part_before(self, row: int, code: int) -> None:
         """Makes the pages behind a row's length writable: by a copy, or by a repair if the row is broken."""
         ticket = int(self.owners[row]) << ROW_BITS | row
         if code == BROKEN:
-            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+            self.repair(ticket)
             return
         self.part(ticket, int(self.lengths[row]))
 
+    def repair(self, ticket: int) -> None:
+        """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
+        if self.rows["broken"][ticket & ROW_MASK]:
+            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+
     def part(self, ticket: int, token: int) -> None:
-        """Copies the shared frames of a row from a token on, one at a time, so that the row may write."""
-        pool, size = self.pool, self.pool.driver.page_size
+        """Makes a row the only one with its pages from a token on, a frame at a time."""
+        size = self.pool.driver.page_size
+        self.part_from(ticket, [token * record_bytes // size for record_bytes in self.layout.record_bytes])
+
+    def part_from(self, ticket: int, pages: list[int]) -> None:
+        """`part`, from a page of each range on."""
+        pool = self.pool
         if pool.copying._is_owned():  # type: ignore[attr-defined]
             raise busy()
         with pool.copying:
             self._unstage()
-            for part, record_bytes in enumerate(self.layout.record_bytes):
-                while self._part_step(ticket, part, token * record_bytes // size):
+            for part, page in enumerate(pages):
+                while self._part_step(ticket, part, page):
                     pass
 
     def _part_step(self, ticket: int, part: int, page: int) -> bool:
@@ -354,7 +364,7 @@ class Cache:
         if code == GONE:
             raise gone()
         if code == BROKEN:
-            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+            self.repair(ticket)
             return True
         if ask.words[ROW_AT]:
             try:
@@ -388,7 +398,7 @@ class Cache:
         ask = Ask()
         code = entries.keep(self.address, sequence.cell[0], start, length, ask.address)
         if code < 0:
-            raise self._error(code, ask)
+            raise self.error(code, ask)
 
     def share(
         self, source: Sequence | int, tokens: int, *, key: int = 0, frames: array[int] | None = None, expected: int = 0
@@ -407,16 +417,19 @@ class Cache:
         sequence = self.sequence(key=key, expected=expected, avoid=row)
         if self.state[0]["key_of_sequence"] and row >= 0:
             self.rows["key"][sequence.record_index()] = self.rows["key"][row]
-        frames_at = frames.buffer_info()[0] if frames is not None else 0
         try:
-            ask = Ask()
-            code = self.pool.change(ask, entries.plan_share, self.address, sequence.ticket, row, tokens, frames_at)
-            if code < 0:
-                raise self._error(code, ask)
+            self.share_into(sequence.ticket, row, tokens, frames.buffer_info()[0] if frames is not None else 0)
         except BaseException:
             self.free((sequence,))
             raise
         return sequence
+
+    def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
+        """Has a sequence without tokens begin with the first tokens of a row: see `share`."""
+        ask = Ask()
+        code = self.pool.change(ask, entries.plan_share, self.address, ticket, source, tokens, frames_at)
+        if code < 0:
+            raise self.error(code, ask)
 
     def adopt_kept(self, row: int, last: int, tokens: int, expected: int = 0) -> Sequence | None:
         """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
@@ -445,8 +458,8 @@ class Cache:
         """A batch handle: sequences that grow together step by step."""
         return Batch(self, sequences)
 
-    def _error(self, code: int, ask: Ask) -> Exception:
-        """The exception for a code about sequences."""
+    def error(self, code: int, ask: Ask) -> Exception:
+        """What a code about sequences is raised as."""
         if code == GONE:
             return gone()
         if code == TOO_LONG:

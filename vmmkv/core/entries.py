@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from ..compiled.code import link
-from . import ahead, growth, guests, journal, parting, reclaim, sharing, starting, streams
+from . import ahead, copying, growth, guests, journal, parting, reclaim, sharing, starting, streams
 
 ENTRIES = [
     journal.run,
@@ -26,6 +26,7 @@ ENTRIES = [
     parting.plan_swap,
     parting.plan_unstage,
     parting.plan_repair,
+    copying.copy_rows,
     reclaim.plan_limit,
     reclaim.plan_trim,
     reclaim.plan_stock,
@@ -37,7 +38,7 @@ ENTRIES = [
     guests.drop,
     guests.pin,
 ]
-MODULES = "tables streams rows frames journal reclaim growth starting sharing parting ahead guests entries"
+MODULES = "tables streams rows frames journal reclaim growth starting sharing parting copying ahead guests entries"
 SOURCES = [f"core/{name}.py" for name in MODULES.split()] + [
     f"driver/{name}.py" for name in ("table", "running", "fencing")
 ]

@@ -1,0 +1,204 @@
+"""Reordering: sequences that come to hold what other sequences held, as beams do. Rows and addresses stay.
+
+Pages that are the same frame in both rows stay as they are. Behind them a row gets pages that it has alone, and copies;
+a sequence without tokens becomes a fork. Rows are copied to once no other row is to be copied from them; in a circle
+one row's bytes are kept aside, some pages at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+
+from ..driver.fence import wait_for_device
+from ..errors import DriverOutOfMemoryError, OutOfRangeError, UnsupportedError, VmmkvError
+from . import entries
+from .cache import Cache, Sequence
+from .pool import FRESH, LARGE, ROW_AT, Ask
+
+ASIDE = -1
+"""Stands for the row of which a part is kept aside."""
+
+
+def reorder(cache: Cache, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
+    """Gives sequence i the tokens of sequence `indices[i]`: all sequences change or none.
+
+    It is done in the order of the current stream, behind all work on the sequences so far; later work on their streams
+    waits for it.
+
+    Args:
+        cache: the cache of all of them.
+        sequences: live sequences, each once.
+        indices: one index into `sequences` for each of them; an index may be repeated.
+
+    Raises:
+        OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
+        DriverOutOfMemoryError: there is none beside the cache for the up to 16 pages that a circle keeps aside.
+        StreamCaptureError, UseAfterFreeError: nothing has changed in these cases.
+        DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to change
+            have ended.
+        UnsupportedError: a sequence has given back its front (`release_before`) where the other one begins; or tokens
+            would come to a sequence of another key. Nothing has changed.
+        ValueError, OutOfRangeError: one is named twice, or is another cache's; or there is not one index for each.
+    """
+    batch, chosen = list(sequences), list(indices)
+    if any(each.cache is not cache for each in batch) or len({*batch}) < len(batch) or len(chosen) != len(batch):
+        raise ValueError("got sequences of another cache, one that is named twice, or not one index for each")
+    if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
+        raise OutOfRangeError(f"got indices {chosen}; they are from 0 to {len(batch) - 1}")
+    rows = [each.record_index() for each in batch]
+    moves = {row: rows[index] for row, index in zip(rows, chosen) if row != rows[index]}
+    if moves:
+        used = {*moves, *moves.values()}
+        Reordering(cache, {row: each for row, each in zip(rows, batch) if row in used}).run(moves)
+
+
+class Reordering:
+    """One reordering of these sequences, by row; `moves` has by row the row whose tokens it is to hold."""
+
+    def __init__(self, cache: Cache, sequences: dict[int, Sequence]) -> None:
+        self.cache, self.sequences, self.size = cache, sequences, cache.pool.driver.page_size
+        self.parts = [(int(part["address"]), int(part["record"]), int(part["row_pages"])) for part in cache.ranges]
+        self.tickets = {row: each.ticket for row, each in sequences.items()}
+        self.held = {row: (int(cache.starts[row]), int(cache.lengths[row])) for row in sequences}
+        """The start and the length of each, as before."""
+
+    def run(self, moves: dict[int, int]) -> None:
+        """Makes room for all moves, which can be refused; then makes them in one call."""
+        cache, held = self.cache, self.held
+        self.check(moves)
+        self.copy([*held], [], {})
+        buffer = self.buffer(moves)
+        try:
+            for row, ticket in self.tickets.items():
+                cache.repair(ticket)
+                if row in moves and held[row][1] == 0 < held[moves[row]][1]:
+                    cache.share_into(ticket, moves[row], held[moves[row]][1])
+            moves = {row: source for row, source in moves.items() if held[row][1]}
+            pages = self.part(moves)
+            more = array("q", [max(held[source][1] - held[row][1], 0) for row, source in moves.items()])
+            cache.grow(array("q", [self.tickets[row] for row in moves]), len(moves), -1, more)
+            copies = self.copies(moves, pages, buffer.data_ptr())
+            self.copy([*moves, *{*moves.values()} - {*moves}], copies, {row: held[moves[row]] for row in moves})
+        except BaseException:
+            longer = {row: was for row, was in held.items() if cache.lengths[row] > was[1]}
+            try:
+                self.copy([*longer], [], longer)
+            except VmmkvError:
+                with suppress(VmmkvError):
+                    cache.free([self.sequences[row] for row in longer])
+            raise
+
+    def check(self, moves: dict[int, int]) -> None:
+        """Raises `UnsupportedError` for moves that are not possible."""
+        keys, is_scrubbed = self.cache.rows["key"], self.cache.state[0]["key_of_sequence"]
+        for row, source in moves.items():
+            start, length = self.held[source]
+            begins = [start * record // self.size for _, record, _ in self.parts]
+            if keys[row] != keys[source] and not is_scrubbed:
+                raise UnsupportedError("asked for tokens of a sequence with another key; reorder those of a key alone")
+            is_in_front = any(begin < self.used(row, part)[0] for part, begin in enumerate(begins))
+            if self.held[row][1] and start < length and is_in_front:
+                raise UnsupportedError(
+                    "asked for tokens in front of those that a sequence still has (release_before); fork the other "
+                    "sequence, and free this one"
+                )
+
+    def buffer(self, moves: dict[int, int]) -> torch.Tensor:
+        """Memory for what is kept aside. Raises `DriverOutOfMemoryError` where there is none."""
+        is_circle = any(to == ASIDE for to, _, _ in in_order(moves))
+        longest = max(length for _, length in self.held.values()) * max(record for _, record, _ in self.parts)
+        nbytes = min(longest, LARGE * self.size) if is_circle else 0
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.cache.pool.driver.device)
+        except (MemoryError, RuntimeError) as error:  # torch raises either
+            detail = f"{nbytes} bytes beside the cache, to reorder sequences in a circle"
+            raise DriverOutOfMemoryError("torch.empty", type(error).__name__, detail) from error
+
+    # ------------------------------------------------------------------ pages
+
+    def used(self, row: int, part: int) -> tuple[int, int]:
+        """The first page that a row uses in a range, and their end."""
+        extent = self.cache.extents[row * len(self.parts) + part]
+        return int(extent["use_first"]), int(extent["use_end"])
+
+    def frames(self, row: int, part: int, first: int, end: int) -> list[int]:
+        """What lies on pages of a row."""
+        place = int(self.cache.ranges[part]["pages_at"]) + 4 * (row * self.parts[part][2] + first)
+        return list((ctypes.c_int32 * (end - first)).from_address(place))
+
+    def part(self, moves: dict[int, int]) -> dict[int, list[int]]:
+        """Has rows that are to change have pages of their own; returns the first of these in each range. Pages in
+        front of it are those of the other row. To part rows can end that others have the same pages."""
+        pages, last = {row: self.common(row, source) for row, source in moves.items()}, None
+        while pages != last:
+            for row, begins in pages.items():
+                self.cache.part_from(self.tickets[row], begins)
+            last, pages = pages, {row: self.common(row, source) for row, source in moves.items()}
+        return pages
+
+    def common(self, row: int, source: int) -> list[int]:
+        """By range, the page up to which a row has the frames of another, from the other's first token on; not those
+        that the row will grow into."""
+        (start, length), before, pages = self.held[source], self.held[row][1], []
+        for part, (_, record, _) in enumerate(self.parts):
+            first, end = start * record // self.size, min(self.used(source, part)[1], self.used(row, part)[1])
+            end = max(first, min(end, before * record // self.size) if before < length else end)
+            pairs = zip(self.frames(row, part, first, end), self.frames(source, part, first, end))
+            pages.append(first + next((index for index, (one, other) in enumerate(pairs) if one != other), end - first))
+        return pages
+
+    # ------------------------------------------------------------------ copies
+
+    def copies(self, moves: dict[int, int], pages: dict[int, list[int]], aside: int) -> list[int]:
+        """Copies that make all moves: of each a destination, a source, and bytes. They go piece by piece."""
+        words, step, order = [], LARGE * self.size, in_order(moves)
+        for part, (address, record, row_pages) in enumerate(self.parts):
+            for lowest in range(0, max(length for _, length in self.held.values()) * record, step):
+                for to, source, row in order:
+                    start, length = self.held[moves[row]]
+                    begin = max(pages[row][part] * self.size, start * record, lowest)
+                    end = min(length * record, lowest + step)
+                    for each in (to, source) if begin < end else ():
+                        words.append(aside if each == ASIDE else address + each * row_pages * self.size + begin)
+                    words += [end - begin] if begin < end else []
+        return words
+
+    def copy(self, rows: list[int], words: list[int], after: dict[int, tuple[int, int]]) -> None:
+        """Makes copies between rows, the first of which hold something else then: see `copy_rows`."""
+        cache, driver, ask = self.cache, self.cache.pool.driver, Ask()
+        tickets, copies = array("q", [self.tickets[row] for row in rows]), array("q", words)
+        held = array("q", [word for extent in after.values() for word in extent])
+        if not rows:
+            return
+        code = entries.copy_rows(
+            cache.address, tickets.buffer_info()[0], len(rows), copies.buffer_info()[0], len(words) // 3,
+            held.buffer_info()[0], len(after), cache.pool.current_handle(), ask.address,
+        )  # fmt: skip
+        if ask.words[FRESH]:
+            driver.slot_streams[ask.words[FRESH] - 1] = driver.current_stream()
+        if ask.words[ROW_AT]:
+            with suppress(VmmkvError):
+                wait_for_device(driver)
+                cache.free([self.sequences[row] for row in after])
+        if code < 0:
+            raise cache.error(code, ask)
+
+
+def in_order(moves: dict[int, int]) -> list[tuple[int, int, int]]:
+    """Moves in an order in which each row changes behind all that read it: to what, from what, and the row that gets
+    the tokens. Of a circle one row is kept aside."""
+    left, order = dict(moves), []
+    while left:
+        if unread := left.keys() - left.values():
+            order += [(row, left.pop(row), row) for row in unread]
+        else:
+            first = next(iter(left))
+            row = next(row for row, source in left.items() if source == first)
+            order.append((ASIDE, first, row))
+            left[row] = ASIDE
+    return order
