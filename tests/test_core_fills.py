@@ -34,6 +34,8 @@ def test_pages_that_a_truncation_has_left_stay_until_they_are_filled() -> None:
     sequence = cache.sequence(60)
     device.finish()
     sequence.truncate(1)
+    sequence.extend(10)
+    sequence.truncate(1)
     cache.pool.trim()
     device.finish()
     assert cache.pool.word("created") == 1
@@ -43,7 +45,7 @@ def test_pages_that_are_mapped_ahead_stay_until_they_are_filled() -> None:
     cache, device = scrubbed(lookahead=20)
     sequence = cache.sequence(10)
     device.finish()
-    sequence.extend(1)
+    sequence.extend(3)
     cache.pool.change(Ask(), entries.plan_ahead, cache.pool.address, 4)
     assert cache.pool.word("created") > cache.pool.word("used")
     cache.pool.trim()

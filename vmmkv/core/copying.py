@@ -8,8 +8,8 @@ from ..driver.fencing import SLOTS
 from ..driver.running import enter, leave
 from ..driver.table import DRIVER, SCRATCH, STATUS
 from .rows import place, recount, row_of, use_tokens
-from .starting import CUT, fill_tokens, note
-from .streams import fence_row, hold_slot, order_slots, record_slots
+from .starting import CUT, note
+from .streams import hold_slot, order_slots, record_slots
 from .tables import ASK, CACHE, DONE, FAILED, GONE, LISTS, POOL, ROW
 
 
@@ -38,21 +38,18 @@ def order_around(cache: int, tickets_at: int, count: int, slot: int, handle: int
 
 
 @inner
-def hold_tokens(cache: int, row: int, start: int, length: int, ask: int) -> int:
-    """Has a row hold other tokens, which lie there. Returns `DONE` or `FAILED`: bytes behind them were to be filled."""
+def hold_tokens(cache: int, row: int, start: int, length: int) -> None:
+    """Has a row hold other tokens, which lie there."""
     c = view(cache, 1, CACHE)[0]
-    r, code, fenced = view(c.rows_at, c.num_rows + LISTS, ROW)[row], DONE, DONE
-    if length < r.length and (c.key_of_sequence or view(c.pool, 1, POOL)[0].poison):
-        code = FAILED if fill_tokens(cache, row, length, r.length, ask) else DONE
-        fenced = fence_row(cache, row, ask)
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     note(cache, CUT, row, r.owner, 0)
+    cut = max(r.cut, r.length) if c.key_of_sequence else 0
+    r.cut = cut if cut > length else 0
     c.tokens += (length - start) - (r.length - r.start)
     r.start, r.length = start, length
-    if fenced == DONE:  # else its pages are no surplus yet
-        use_tokens(cache, row, length)
+    use_tokens(cache, row, length)
     recount(cache, row)
     place(cache, row)
-    return code
 
 
 @entry
@@ -90,10 +87,8 @@ def copy_rows(
             code = order_around(cache, tickets_at, count, slot, handle, 0, ask)
     leave(driver, ask)
     for index in range(changed if a.row else 0):
-        row = row_of(cache, tickets[index])
-        if code == DONE:
-            code = hold_tokens(cache, row, held[2 * index], held[2 * index + 1], ask)
-        if code != DONE:
-            hold_tokens(cache, row, 0, 0, ask)
+        is_done = code == DONE
+        start, length = held[2 * index] * is_done, held[2 * index + 1] * is_done
+        hold_tokens(cache, row_of(cache, tickets[index]), start, length)
     a.row = 1 if a.row and code != DONE else 0
     return code

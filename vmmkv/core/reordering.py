@@ -58,7 +58,7 @@ def reorder(cache: Cache, sequences: Iterable[Sequence], indices: Iterable[int])
 
 
 class Reordering:
-    """One reordering of these sequences, by row; `moves` has by row the row whose tokens it is to hold."""
+    """A reordering of these sequences, by row. `moves` has by row the row whose tokens it is to hold."""
 
     def __init__(self, cache: Cache, sequences: dict[int, Sequence]) -> None:
         self.cache, self.sequences, self.size = cache, sequences, cache.pool.driver.page_size
@@ -80,8 +80,8 @@ class Reordering:
                     cache.share_into(ticket, moves[row], held[moves[row]][1])
             moves = {row: source for row, source in moves.items() if held[row][1]}
             pages = self.part(moves)
-            more = array("q", [max(held[source][1] - held[row][1], 0) for row, source in moves.items()])
-            cache.grow(array("q", [self.tickets[row] for row in moves]), len(moves), -1, more)
+            more = [max(held[source][1] - held[row][1], 0) for row, source in moves.items()]
+            cache.extend([self.sequences[row] for row in moves], more)
             copies = self.copies(moves, pages, buffer.data_ptr())
             self.copy([*moves, *{*moves.values()} - {*moves}], copies, {row: held[moves[row]] for row in moves})
         except BaseException:
