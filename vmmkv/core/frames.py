@@ -138,7 +138,6 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     frames, end = view(p.frames_at, p.capacity, FRAME), page + pages
-    key = view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
     while page < end:
         frame = frame_at(cache, part, row, page)
         f = frames[frame]
@@ -147,7 +146,6 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
         f.refs -= 1
         f.place ^= row
         f.leaving -= 1
-        f.key = key
         f.uses += 1
         add_gain(cache, frame, 1)
         if f.moving == GAINED and f.refs == 0:  # it may leave several rows in one journal
@@ -165,8 +163,10 @@ def is_gain(pool: int, frame: int) -> int:
 
 @inner
 def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
-    """Plans that frames leave a row. Returns the pages of frames that become free."""
-    pool, gained = view(cache, 1, CACHE)[0].pool, 0
+    """Plans that frames leave a row; returns the pages of those that are free then. Steps of the same journal that take
+    such a frame find the row's key on it."""
+    c, gained = view(cache, 1, CACHE)[0], 0
+    pool, key = c.pool, view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
     while page < end:
         frame = frame_at(cache, part, row, page)
         f = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
@@ -174,6 +174,7 @@ def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
             gained += f.pages
             push_gained(pool, frame)
         f.leaving += 1
+        f.key = key
         page += f.pages
     return gained
 

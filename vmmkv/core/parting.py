@@ -101,6 +101,7 @@ def plan_copy(cache: int, row: int, part: int, page: int, pages: int, ask: int) 
     if code < 0:
         return refuse(c.pool, code, ask)
     copy = take(c.pool, pages)
+    view(p.frames_at, p.capacity, FRAME)[copy].key = view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
     size, steps = pages * p.page_size, view(p.steps_at, p.max_steps, STEP)
     emit(c.pool, STAGE, copy, p.staging, size, 0)
     emit(c.pool, SET_ACCESS, copy, p.staging, size, 0)
