@@ -164,7 +164,8 @@ def plan_fill_cut(cache: int, row: int, part: int, end: int) -> None:
     p, g = view(c.pool, 1, POOL)[0], view(c.ranges_at, c.ranges, RANGE)[part]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-    first, last = max(r.length * g.record, e.shared * p.page_size), min(r.cut, end) * g.record
+    first = max(max(r.length, r.start) * g.record, e.shared * p.page_size)
+    last = min(r.cut, end) * g.record
     if first < last:
         plan_fill(cache, row, part, 0, 0)
         s = view(p.steps_at, p.max_steps, STEP)[p.steps - 1]
