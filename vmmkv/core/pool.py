@@ -196,11 +196,12 @@ class Pool:
             self.trim(pages)
 
     def trim(self, keep_pages: int = 0) -> int:
-        """Releases free and surplus pages until `keep_pages` exist. Returns how many were released."""
-        before = self.word("created")
-        while self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED):
-            pass
-        return before - self.word("created")
+        """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
+        before, last = self.word("created"), -1
+        while self.word("created") != last:
+            last = self.word("created")
+            self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
+        return before - last
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""
