@@ -34,6 +34,7 @@ DIFFERENCES = {
     "limit below reserved": "one check of what is used or reserved, whichever is more: OutOfPagesError",
     "other cache": "a ticket of another cache is stale by the same comparison: UseAfterFreeError",
     "reorder in front": "the core refuses what lies in front of a sequence's first page, also outside of circles",
+    "scrub and keys": "a cache of the core that scrubs has a key for each sequence; reordering compares none there",
     "reorder shares": "the core copies; only sequences without tokens become forks",
 }
 """What differs between the houses, and why."""
@@ -312,8 +313,7 @@ class Parity:
             self.compare(place, self.twins)
             return operation(house, place)
         except (vmmkv.VmmkvError, ValueError) as error:
-            house.driver.heal()
-            return error
+            return error.with_traceback(None)  # whose frames hold sequences
         finally:
             house.driver.heal()
 
@@ -560,6 +560,8 @@ class Parity:
         """With memory enough for all copies. Sequences without tokens are left out: DIFFERENCES["reorder shares"]."""
         index = self.random.randrange(len(self.options))
         twins = [twin for twin in self.of(index) if twin.tokens]
+        if self.options[index]["scrub"]:  # DIFFERENCES["scrub and keys"]
+            twins = [twin for twin in twins if twin.key == twins[0].key]
         chosen = self.random.sample(twins, self.random.randint(0, len(twins)))
         indices = [self.random.randrange(len(chosen)) for _ in chosen]
         if self.random.random() < 0.4:

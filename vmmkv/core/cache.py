@@ -117,12 +117,12 @@ class Sequence:
         return code >= DONE
 
     def truncate(self, tokens: int) -> None:
-        """Drops tokens from one on."""
-        self.cache.keep(self, -1, check_tokens(tokens, self.cache.max_seq_len))
+        """Drops tokens from one on. Raises `ValueError` for one that it does not have."""
+        self.cache.keep(self, -1, at_least_0(tokens))
 
     def release_before(self, token: int) -> None:
-        """Drops tokens in front of one."""
-        self.cache.keep(self, check_tokens(token, self.cache.max_seq_len), -1)
+        """Drops tokens in front of one. Raises `ValueError` for one that it does not have."""
+        self.cache.keep(self, at_least_0(token), -1)
 
     def fork(self) -> Sequence:
         """Starts a sequence with the same tokens."""
@@ -214,10 +214,10 @@ class Cache:
         if self._dead:
             self.sweep()
         sequence = Sequence(self)
-        check_tokens(tokens, self.max_seq_len)
-        check_tokens(expected, self.max_seq_len)
+        if at_least_0(tokens) > self.max_seq_len or at_least_0(expected) > self.max_seq_len:
+            raise too_long(max(tokens, expected), self.max_seq_len)
         if row is not None and not 0 <= row < self.max_sequences:
-            raise OutOfRangeError(f"asked for row {row}; there are {self.max_sequences}")
+            raise OutOfRangeError(f"asked for row {row}; rows are 0 to {self.max_sequences - 1}")
         self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
         if tokens:
             try:
@@ -290,7 +290,7 @@ class Cache:
         Raises:
             SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, BusyError: no
                 sequence has changed.
-            ValueError: a sequence is named twice.
+            ValueError: a sequence is named twice, a number is negative, or there is not one for each.
         """
         tickets = array("q", [each.cell[0] for each in sequences])
         at_tickets, count = tickets.buffer_info()
@@ -299,7 +299,7 @@ class Cache:
             check_tokens(each, self.max_seq_len)
         begins = None if starts is None else array("q", starts)
         if any(each is not None and len(each) != count for each in (counts, begins)):
-            raise ArgumentError(f"got {count} sequences, and not one number for each")
+            raise ValueError(f"got {count} sequences, and not one number for each")
         each = tokens if counts is None else -1
         at_counts = counts.buffer_info()[0] if counts else 0
         code = NEEDS
@@ -540,16 +540,10 @@ class Batch:
             self.cache.grow(self._at, self._count, tokens)
 
 
-def check_tokens(tokens: int, most: int) -> int:
-    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
-
-    Raises:
-        ValueError, SequenceTooLongError: it is negative, or more.
-    """
+def at_least_0(tokens: int) -> int:
+    """Returns a number of tokens. Raises `ValueError` for a negative one."""
     if tokens < 0:
-        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
-    if tokens > most:
-        raise too_long(tokens, most)
+        raise ValueError(f"asked for tokens={tokens}; it is at least 0")
     return tokens
 
 
