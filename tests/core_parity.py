@@ -674,9 +674,7 @@ class Parity:
             (ValueError, lambda cache, each: each.extend(-1)),
             (ValueError, lambda cache, each: cache.extend([each], -1)),
             (ValueError, lambda cache, each: cache.extend([each], [-1])),
-            (ValueError, lambda cache, each: each.truncate(length + 1)),
             (ValueError, lambda cache, each: each.truncate(-1)),
-            (ValueError, lambda cache, each: each.release_before(length + 1)),
             (ValueError, lambda cache, each: each.release_before(-1)),
             (ValueError, lambda cache, each: cache.extend([each, each], 1)),
             (ValueError, lambda cache, each: cache.extend([each], [1, 1])),
@@ -687,6 +685,13 @@ class Parity:
             (ValueError, lambda cache, each: cache.sequence(-1)),
             (SequenceTooLongError, lambda cache, each: cache.sequence(MAX_SEQ_LEN + 1)),
         ]
+        if length < MAX_SEQ_LEN:
+            uses.append((ValueError, lambda cache, each: each.truncate(length + 1)))
+            uses.append((ValueError, lambda cache, each: each.release_before(length + 1)))
+        if not length:
+            uses.append((ValueError, lambda cache, each: cache.extend([each], 1, starts=[-1])))
+            uses.append((ValueError, lambda cache, each: cache.extend([each], 1, starts=[2])))
+            uses.append((ValueError, lambda cache, each: cache.extend([each], 1, starts=[0, 0])))
         if start:
             uses.append((ValueError, lambda cache, each: each.truncate(start - 1)))
         if length:

@@ -295,9 +295,9 @@ class Cache:
         tickets = array("q", [each.cell[0] for each in sequences])
         at_tickets, count = tickets.buffer_info()
         counts = None if isinstance(tokens, int) else array("q", tokens)
-        for each in (tokens,) if counts is None else counts:
-            check_tokens(each, self.max_seq_len)
         begins = None if starts is None else array("q", starts)
+        for each in (*((tokens,) if counts is None else counts), *(begins or ())):
+            check_tokens(each, self.max_seq_len)
         if any(each is not None and len(each) != count for each in (counts, begins)):
             raise ValueError(f"got {count} sequences, and not one number for each")
         each = tokens if counts is None else -1
@@ -347,12 +347,15 @@ class Cache:
         self.part_from(ticket, [token * record_bytes // size for record_bytes in self.layout.record_bytes])
 
     def part_from(self, ticket: int, pages: list[int]) -> None:
-        """`part`, from a page of each range on."""
-        pool = self.pool
+        """`part`, from a page of each range on. Raises `OutOfPagesError` where there is no room for all copies."""
+        pool, ask, firsts = self.pool, Ask(), array("q", pages)
         if pool.copying._is_owned():  # type: ignore[attr-defined]
             raise busy()
         with pool.copying:
             self._unstage()
+            code = entries.can_part(self.address, ticket, firsts.buffer_info()[0], ask.address)
+            if code < 0:
+                raise self.error(code, ask)
             for part, page in enumerate(pages):
                 while self._part_step(ticket, part, page):
                     pass

@@ -21,6 +21,7 @@ ENTRIES = [
     starting.expect,
     streams.record_stream,
     sharing.plan_share,
+    parting.can_part,
     parting.plan_part,
     parting.fence,
     parting.plan_swap,

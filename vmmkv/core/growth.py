@@ -20,6 +20,7 @@ from .journal import (
 from .reclaim import ALL, is_idle, supply
 from .rows import (
     available,
+    copies_of,
     is_over,
     page_of,
     pages_for,
@@ -283,8 +284,8 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
                 asked.row = row
                 return BROKEN
             if rows[row].target > rows[row].length and page_of(cache, part, rows[row].length) < e.shared:
-                asked.row, asked.available = row, part
-                return PART
+                asked.row = row
+                return PART if starts_at else can_part_all(cache, tickets_at, count, ask)
     begin(pool)
     code = DONE
     for index in range(count):
@@ -297,6 +298,23 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
             rows[tickets[index] & ROW_MASK].start = 0
             recount(cache, tickets[index] & ROW_MASK)
     return code
+
+
+@inner
+def can_part_all(cache: int, tickets_at: int, count: int, ask: int) -> int:
+    """`PART`, or `NO_PAGES`: there is no room for what rows will use, and for copies of what others read there."""
+    c, asked, copies, before = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], 0, available(cache)
+    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    use_targets(cache, tickets_at, count, 0, 0)
+    for index in range(count):
+        row = tickets[index] & ROW_MASK
+        for part in range(c.ranges):
+            if rows[row].target > rows[row].length:
+                copies += copies_of(cache, row, part, page_of(cache, part, rows[row].length))
+    left = available_after(cache) - copies
+    unuse_targets(cache, tickets_at, count)
+    asked.asked, asked.available = before - left, before
+    return NO_PAGES if left < 0 else PART
 
 
 @inner

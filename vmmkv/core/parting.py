@@ -5,13 +5,15 @@ finished all other work on the row, the copy takes the frame's place (`plan_swap
 loses nothing. If one fails within the swap, the row is broken: its tokens are in the copy, and `plan_repair` maps that.
 """
 
+import numpy as np
+
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
 from .frames import take
 from .journal import WITHOUT_FRAME, begin, close, emit, emit_row, plan_unmap, refuse, settle
 from .reclaim import ALL, is_idle, supply, supply_large
-from .rows import available, charge, frame_at, place, recount, row_of, track
+from .rows import available, charge, copies_of, frame_at, place, recount, row_of, track
 from .streams import fence_row, is_captured
 from .tables import (
     ASK,
@@ -42,6 +44,19 @@ def is_sole(pool: int, frame: int) -> int:
     p = view(pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     return 1 if f.refs == 1 and f.held == 0 else 0
+
+
+@entry
+def can_part(cache: int, ticket: int, pages_at: int, ask: int) -> int:
+    """Whether there is room for all copies that a row needs to have its own pages from some on, one in each range.
+    Returns `DONE`, `GONE` or `NO_PAGES`."""
+    c, row, a = view(cache, 1, CACHE)[0], row_of(cache, ticket), view(ask, 1, ASK)[0]
+    if row < 0:
+        return GONE
+    a.asked, a.available = 0, available(cache)
+    for part in range(c.ranges):
+        a.asked += copies_of(cache, row, part, view(pages_at, c.ranges, np.int64)[part])
+    return NO_PAGES if a.asked > a.available else DONE
 
 
 @entry

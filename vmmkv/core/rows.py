@@ -256,6 +256,21 @@ def count_users(cache: int, row: int, part: int, first: int, end: int, users: in
 
 
 @inner
+def copies_of(cache: int, row: int, part: int, page: int) -> int:
+    """Pages that a row uses from one on, and other live rows use, too: so many more are used once the row has its
+    own."""
+    c, total = view(cache, 1, CACHE)[0], 0
+    p = view(c.pool, 1, POOL)[0]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    page = fit(cache, row, part, max(page, e.use_first), 0)
+    while page < min(e.shared, e.use_end):
+        f = view(p.frames_at, p.capacity, FRAME)[frame_at(cache, part, row, page)]
+        total += f.pages if f.users > 1 else 0
+        page += f.pages
+    return total
+
+
+@inner
 def use(cache: int, row: int, part: int, first: int, end: int) -> None:
     """Sets which pages of a row are used; the bounds are of whole frames."""
     c = view(cache, 1, CACHE)[0]
