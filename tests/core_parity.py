@@ -370,6 +370,10 @@ class Parity:
                     self.take_back(place, outcome, [(twin, tokens) for twin, _, tokens, _ in before])
             for twin, start, tokens, pages in before:
                 twin.start, twin.tokens, twin.pages = start, tokens, pages
+                if any(each.start > start for each in twin.of):  # it began late, and cannot be cut to nothing
+                    self.twins.remove(twin)
+                    for each in twin.of:
+                        each.free()
             self.done["large frames"] += 1
         self.check()
 
@@ -378,7 +382,7 @@ class Parity:
         if outcome is not None:
             outcome.free()
         for twin, tokens in before:
-            if twin.of[place].length > len(tokens):
+            if twin.of[place].length > len(tokens) >= twin.of[place].start:
                 twin.of[place].truncate(len(tokens))
 
     def check(self) -> None:

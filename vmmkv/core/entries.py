@@ -30,6 +30,7 @@ ENTRIES = [
     copying.copy_rows,
     reclaim.plan_limit,
     reclaim.plan_trim,
+    reclaim.plan_retired,
     reclaim.plan_stock,
     reclaim.lease,
     ahead.plan_ahead,

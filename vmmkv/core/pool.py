@@ -29,6 +29,7 @@ from .tables import (
     FILL,
     FRAME,
     FULL,
+    GONE,
     IN,
     NO_LIMIT,
     NO_PAGES,
@@ -150,6 +151,8 @@ class Pool:
             ask.words[WAITED] = 1
         elif code == SHORT:
             missing = ask.words[ASKED]
+            if self.change(Ask(), entries.plan_retired, self.address, missing) != GONE:
+                return
             for evict in self.evict:
                 missing -= evict(missing) if missing > 0 else 0
             if missing == ask.words[ASKED]:
@@ -201,6 +204,9 @@ class Pool:
         while self.word("created") != last:
             last = self.word("created")
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
+            if last == self.word("created") > keep_pages:
+                wanted = last - keep_pages
+                last = -1 if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE else last
         return before - last
 
     def open_account(self, limit: int, reserved: int = 0) -> int:

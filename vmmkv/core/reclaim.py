@@ -18,9 +18,11 @@ from .tables import (
     DONE,
     EXTENT,
     FRAME,
+    GONE,
     LISTS,
     NO_LIMIT,
     POOL,
+    RETIRED,
     ROW,
     SHORT,
     SPARE,
@@ -134,6 +136,31 @@ def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
             if caches[index]:
                 gained += reclaim_spare(caches[index], wanted - gained, wave, ask)
     return gained
+
+
+@entry
+def plan_retired(pool: int, wanted: int, ask: int) -> int:
+    """Plans to unmap parked rows whose pages other rows have, too, until so many pages are free: a frame that parked
+    rows share is no gain in any of them. Returns a serial, `GONE` where there are no such rows, or `WAIT`."""
+    p, gained = view(pool, 1, POOL)[0], 0
+    settle(pool, ask)
+    view(ask, 1, ASK)[0].slots = 0
+    begin(pool)
+    caches = view(p.caches_at, p.caches, np.int64)
+    for index in range(p.caches):
+        if caches[index]:
+            c = view(caches[index], 1, CACHE)[0]
+            rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+            row = rows[c.num_rows + RETIRED].next
+            while row < c.num_rows and gained < wanted:
+                following = rows[row].next
+                if is_idle(caches[index], row, ask):
+                    gained += take_parked(caches[index], row, p.capacity * p.large)
+                row = following
+    if p.steps:
+        return close(pool)
+    p.pending = 0
+    return WAIT if view(ask, 1, ASK)[0].slots else GONE
 
 
 @inner
