@@ -118,11 +118,11 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Drops tokens from one on. Raises `ValueError` for one that it does not have."""
-        self.cache.keep(self, -1, at_least_0(tokens))
+        self.cache.keep(self, -1, check_tokens(tokens, self.cache.max_seq_len))
 
     def release_before(self, token: int) -> None:
         """Drops tokens in front of one. Raises `ValueError` for one that it does not have."""
-        self.cache.keep(self, at_least_0(token), -1)
+        self.cache.keep(self, check_tokens(token, self.cache.max_seq_len), -1)
 
     def fork(self) -> Sequence:
         """Starts a sequence with the same tokens."""
@@ -214,8 +214,8 @@ class Cache:
         if self._dead:
             self.sweep()
         sequence = Sequence(self)
-        if at_least_0(tokens) > self.max_seq_len or at_least_0(expected) > self.max_seq_len:
-            raise too_long(max(tokens, expected), self.max_seq_len)
+        check_tokens(tokens, self.max_seq_len)
+        check_tokens(expected, self.max_seq_len)
         if row is not None and not 0 <= row < self.max_sequences:
             raise OutOfRangeError(f"asked for row {row}; rows are 0 to {self.max_sequences - 1}")
         self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
@@ -543,10 +543,16 @@ class Batch:
             self.cache.grow(self._at, self._count, tokens)
 
 
-def at_least_0(tokens: int) -> int:
-    """Returns a number of tokens. Raises `ValueError` for a negative one."""
+def check_tokens(tokens: int, most: int) -> int:
+    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
+
+    Raises:
+        ValueError, SequenceTooLongError: it is negative, or more.
+    """
     if tokens < 0:
-        raise ValueError(f"asked for tokens={tokens}; it is at least 0")
+        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+    if tokens > most:
+        raise too_long(tokens, most)
     return tokens
 
 
