@@ -6,6 +6,8 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
+from sys import is_finalizing
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,24 @@ from ..errors import (
 from ..layout import KVLayout
 from . import entries
 from .mapper import Mapper
-from .pool import ASKED, FRESH, LARGE, ROW_AT, SLOTS_AT, TICK, Ask, Pool, at, busy, record, zeros
+from .pool import (
+    ASKED,
+    FRESH,
+    LARGE,
+    NO_LIMIT_PAGES,
+    ROW_AT,
+    SLOTS_AT,
+    TICK,
+    Ask,
+    Pool,
+    at,
+    busy,
+    record,
+    zeros,
+)
 from .tables import (
     BROKEN,
     CACHE,
-    CAPTURED,
     CHANGED,
     DONE,
     EXTENT,
@@ -47,15 +62,12 @@ from .tables import (
     TWICE,
 )
 
-NO_LIMIT = 1 << 40
-"""The limit, in pages, of an account that may have all of its pool."""
-
 
 class Watch(weakref.ref["Sequence"]):
     """A weak reference to a sequence, queued for `sweep` when the sequence is collected."""
 
-    __slots__ = ("ticket",)
-    ticket: int
+    __slots__ = ("cell",)
+    cell: array[int]
 
 
 class Sequence:
@@ -65,6 +77,9 @@ class Sequence:
 
     def __init__(self, cache: Cache) -> None:
         self.cache, self.cell = cache, array("q", (0,))
+        watch = Watch(self, cache._dead.append)
+        watch.cell = self.cell
+        cache._watches.add(watch)
 
     @property
     def ticket(self) -> int:
@@ -111,6 +126,7 @@ class Sequence:
 
     def extend_in_place(self, tokens: int, held: int = -1) -> bool:
         """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
+        check_tokens(tokens, self.cache.max_seq_len)
         code = entries.grow_one(self.cache.address, self.cell[0], tokens, held)
         if code == RING:
             self.cache.pool.ring()
@@ -167,6 +183,11 @@ class Cache:
         large: bool = True,
         scrub: bool = False,
     ) -> None:
+        if not (0 < max_sequences <= ROW_MASK and max_seq_len > 0 and lookahead >= 0 and overread >= 0):
+            raise ArgumentError(
+                f"got max_sequences={max_sequences}, max_seq_len={max_seq_len}, lookahead={lookahead}, "
+                f"overread={overread}; there may be up to {ROW_MASK} rows, of a token at least"
+            )
         self.pool, self.layout, self.max_sequences, self.max_seq_len = pool, layout, max_sequences, max_seq_len
         records, size = layout.record_bytes, pool.driver.page_size
         self.ranges = zeros(len(records), RANGE)
@@ -178,9 +199,8 @@ class Cache:
             part["address"], part["pages_at"] = pool.driver.reserve(pages * size), at(zeros(pages, np.dtype(np.int32)))
         self.rows = zeros(max_sequences + LISTS, ROW)
         self.extents = zeros(max_sequences * len(records), EXTENT)
-        self.account = pool.open_account(NO_LIMIT if limit is None else limit, reserved)
         self.state = record(
-            CACHE, pool=pool.address, account=self.account, num_rows=max_sequences, ranges=len(records),
+            CACHE, pool=pool.address, num_rows=max_sequences, ranges=len(records),
             ranges_at=at(self.ranges), rows_at=at(self.rows), extents_at=at(self.extents), max_tokens=max_seq_len,
             overread=overread, lookahead=lookahead, large=int(large), key_of_sequence=int(scrub),
             queue_at=at(zeros(max_sequences, np.dtype(np.int64))),
@@ -190,9 +210,10 @@ class Cache:
         self.owners, self.lengths = self.rows["owner"], self.rows["length"]
         self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
         self._dead: deque[Watch] = deque()
-        self._watches: list[Watch | None] = [None] * max_sequences
-        self.slot = int(np.flatnonzero(pool.caches == 0)[0])
-        pool.caches[self.slot] = self.address
+        self._watches: set[Watch] = set()
+        self.account = pool.opened(
+            entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved
+        )
         if lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
 
@@ -213,11 +234,11 @@ class Cache:
         """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
         if self._dead:
             self.sweep()
-        sequence = Sequence(self)
         check_tokens(tokens, self.max_seq_len)
         check_tokens(expected, self.max_seq_len)
-        if row is not None and not 0 <= row < self.max_sequences:
-            raise OutOfRangeError(f"asked for row {row}; rows are 0 to {self.max_sequences - 1}")
+        if not (row is None or 0 <= row < self.max_sequences) or not 0 <= key < KEYS:
+            raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and for key {key}")
+        sequence = Sequence(self)
         self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
         if tokens:
             try:
@@ -242,6 +263,8 @@ class Cache:
     def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
         """Watches a sequence that was started, or raises the error of its start."""
         if code < 0:
+            if code == GONE:
+                raise UseAfterFreeError("the cache was closed; make a new one")
             if code in (NO_ROWS, TAKEN):
                 which = (
                     f"row {row} belongs to a live sequence" if code == TAKEN else "all rows belong to live sequences"
@@ -250,21 +273,19 @@ class Cache:
             raise self.pool.error(code, ask)
         if ask.words[FRESH]:
             self.pool.driver.slot_streams[ask.words[FRESH] - 1] = self.pool.driver.current_stream()
-        watch = Watch(sequence, self._dead.append)
-        watch.ticket = ticket = sequence.cell[0]
-        self._watches[ticket & ROW_MASK] = watch
         if code == RING:
             self.pool.ring()
 
     def sweep(self) -> None:
         """Ends sequences that were collected."""
-        while self._dead:
-            watch = self._dead.popleft()
-            tickets, ask = array("q", (watch.ticket,)), Ask()
-            code = entries.free(self.address, tickets.buffer_info()[0], 1, self.pool.current_handle(), ask.address)
-            if code == CAPTURED:
-                self._dead.append(watch)
+        for watch in list(self._dead):
+            ask = Ask()
+            code = entries.free(self.address, watch.cell.buffer_info()[0], 1, self.pool.current_handle(), ask.address)
+            if code < 0:  # a graph is being captured: later
                 return
+            with suppress(ValueError):  # another thread has been first
+                self._dead.remove(watch)
+            self._watches.discard(watch)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences, with one fence for all. Sequences that were freed are ignored.
@@ -272,11 +293,18 @@ class Cache:
         Raises:
             StreamCaptureError: a CUDA graph is being captured on one of their streams. No sequence has ended.
         """
-        tickets, ask = array("q", [each.cell[0] for each in sequences]), Ask()
+        batch, ask = list(sequences), Ask()
+        self._check_own(batch)
+        tickets = array("q", [each.cell[0] for each in batch])
         address, count = tickets.buffer_info()
         code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
         if code < 0:
             raise self.pool.error(code, ask)
+
+    def _check_own(self, sequences: Iterable[Sequence]) -> None:
+        """Raises `ArgumentError` for a sequence of another cache."""
+        if any(each.cache is not self for each in sequences):
+            raise ArgumentError("got a sequence of another cache")
 
     # ------------------------------------------------------------------ tokens
 
@@ -348,10 +376,9 @@ class Cache:
 
     def part_from(self, ticket: int, pages: list[int]) -> None:
         """`part`, from a page of each range on. Raises `OutOfPagesError` where there is no room for all copies."""
-        pool, ask, firsts = self.pool, Ask(), array("q", pages)
-        if pool.copying._is_owned():  # type: ignore[attr-defined]
-            raise busy()
-        with pool.copying:
+        self._check_copying()
+        ask, firsts = Ask(), array("q", pages)
+        with self.pool.copying:
             self._unstage()
             code = entries.can_part(self.address, ticket, firsts.buffer_info()[0], ask.address)
             if code < 0:
@@ -359,6 +386,11 @@ class Cache:
             for part, page in enumerate(pages):
                 while self._part_step(ticket, part, page):
                     pass
+
+    def _check_copying(self) -> None:
+        """Raises `BusyError` where the thread is in the middle of `part`, or the interpreter ends."""
+        if self.pool.copying._is_owned() or is_finalizing():
+            raise busy()
 
     def _part_step(self, ticket: int, part: int, page: int) -> bool:
         """Makes one step of `part`. Returns whether there may be more."""
@@ -372,10 +404,13 @@ class Cache:
         if ask.words[ROW_AT]:
             try:
                 self._wait_for_row(ticket)
-                self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
+                code = self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
             except BaseException:
                 self._unstage()
                 raise
+            if code < 0:
+                self._unstage()
+                return True
         return self.shared_end(ticket, part) > max(page, 0) and self.shared_end(ticket, part) != before
 
     def shared_end(self, ticket: int, part: int) -> int:
@@ -404,42 +439,59 @@ class Cache:
             raise self.error(code, ask)
 
     def share(
-        self, source: Sequence | int, tokens: int, *, key: int = 0, frames: array[int] | None = None, expected: int = 0
+        self,
+        source: Sequence | int,
+        tokens: int,
+        *,
+        key: int = 0,
+        frames: array[int] | None = None,
+        expected: int = 0,
+        last: int | None = None,
     ) -> Sequence:
         """Starts a sequence with the first tokens of another, or of a row: full frames are shared, the rest copied.
 
         Args:
             source: a sequence, or the number of a parked row, or -1 where all tokens lie on `frames`.
             frames: the full frames in front, as a list of a guest.
+            last: the owner number of the sequence that has left its tokens on the parked row; None is the last one.
         """
-        row = source.record_index() if isinstance(source, Sequence) else source
-        if isinstance(source, Sequence) and source.cache is not self:
-            raise ArgumentError("got a sequence of another cache")
+        check_tokens(tokens, self.max_seq_len)
         if isinstance(source, Sequence):
+            self._check_own((source,))
+            row, given = source.record_index(), source.ticket
             key = int(self.rows["key"][row])
+        else:
+            row, given = source, source
+            if not -1 <= row < self.max_sequences or (row < 0 and frames is None):
+                raise OutOfRangeError(f"asked for tokens of row {row} of {self.max_sequences}")
+            if row >= 0:
+                given = (int(self.rows["last"][row]) if last is None else last) << ROW_BITS | row
         sequence = self.sequence(key=key, expected=expected, avoid=row)
         if self.state[0]["key_of_sequence"] and row >= 0:
             self.rows["key"][sequence.record_index()] = self.rows["key"][row]
         try:
-            self.share_into(sequence.ticket, row, tokens, frames.buffer_info()[0] if frames is not None else 0)
+            self.share_into(sequence.ticket, given, tokens, frames.buffer_info()[0] if frames is not None else 0)
         except BaseException:
             self.free((sequence,))
             raise
         return sequence
 
     def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
-        """Has a sequence without tokens begin with the first tokens of a row: see `share`."""
-        ask = Ask()
-        code = self.pool.change(ask, entries.plan_share, self.address, ticket, source, tokens, frames_at)
+        """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `share`."""
+        ask, arguments = Ask(), (self.address, ticket, source, tokens, frames_at)
+        while (code := self.pool.change(ask, entries.plan_share, *arguments)) == BROKEN:
+            self.repair(source)
         if code < 0:
             raise self.error(code, ask)
 
     def adopt_kept(self, row: int, last: int, tokens: int, expected: int = 0) -> Sequence | None:
         """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
+        if not 0 <= row < self.max_sequences or not 0 <= expected <= self.max_seq_len:
+            raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and {expected} expected tokens")
         sequence, ask = Sequence(self), Ask()
         code = entries.adopt_kept(
-            self.address, row, last, tokens, expected, self.pool.current_handle(), sequence.cell.buffer_info()[0],
-            ask.address,
+            self.address, row, last, check_tokens(tokens, self.max_seq_len), expected, self.pool.current_handle(),
+            sequence.cell.buffer_info()[0], ask.address,
         )  # fmt: skip
         if code == GONE:
             return None
@@ -470,7 +522,7 @@ class Cache:
         if code == TWICE:
             return ValueError("a sequence is named twice")
         if code == NO_TOKEN:
-            return ValueError("asked for tokens that the sequence does not have")
+            return no_token()
         if code == CHANGED:
             return BusyError("another thread has changed the sequence meanwhile")
         return self.pool.error(code, ask)
@@ -478,23 +530,33 @@ class Cache:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Ends all sequences and gives all memory back, behind all work on the device."""
-        wait_for_device(self.pool.driver)
+        """Ends all sequences and gives all memory back, behind all work on the device. Where that fails, or is
+        interrupted, no sequence can be started any more, and the cache can be closed again.
+
+        Raises:
+            StreamCaptureError, DriverError: some memory is there still.
+            BusyError: the thread is in the middle of another change.
+        """
+        self._check_copying()
         with self.pool.copying:
+            if not self.ranges["address"].any():
+                return
+            self.state[0]["closed"] = 1
+            wait_for_device(self.pool.driver)
             self._unstage()
         rows = np.flatnonzero(self.owners[: self.max_sequences])
         tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
         ask = Ask()
-        entries.free(self.address, tickets.buffer_info()[0], len(tickets), self.pool.current_handle(), ask.address)
+        code = entries.free(
+            self.address, tickets.buffer_info()[0], len(tickets), self.pool.current_handle(), ask.address
+        )
+        if code < 0:
+            raise self.pool.error(code, ask)
         wait_for_device(self.pool.driver)
         for row in np.flatnonzero(self.extents["mapped"].reshape(self.max_sequences, -1).any(1)):
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
-        self.pool.caches[self.slot] = 0
-        self.pool.state[0]["hungry"] -= self.state[0]["queue_count"]
-        self.pool.close_account(self.account)
-        for part in self.ranges:
-            nbytes = int(part["row_pages"]) * self.max_sequences * self.pool.driver.page_size
-            self.pool.driver.free(int(part["address"]), nbytes)
+        if self.pool.change(Ask(), entries.plan_close, self.address) == TAKEN:
+            raise BusyError("another thread is in the middle of a change; close the cache behind that")
 
 
 class Batch:
@@ -507,40 +569,53 @@ class Batch:
 
     def __init__(self, cache: Cache, sequences: Iterable[Sequence] = ()) -> None:
         self.cache, self._ask = cache, Ask()
-        self._tickets = np.zeros(cache.max_sequences, np.int64)
-        self._at, self._count = at(self._tickets), 0
-        self.sequences: list[Sequence] = []
-        for each in sequences:
-            self.add(each)
+        self.sequences = list(sequences)
+        cache._check_own(self.sequences)
+        self._list()
+
+    def _list(self) -> None:
+        """Lists the tickets of the sequences."""
+        self._tickets = array("q", [each.cell[0] for each in self.sequences])
+        self._at, self._count = self._tickets.buffer_info()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence at the end."""
-        if sequence.cache is not self.cache:
-            raise ArgumentError("got a sequence of another cache")
-        self._tickets[self._count] = sequence.ticket
+        self.cache._check_own((sequence,))
+        self._count = -1  # until the list is right: an interruption may come
         self.sequences.append(sequence)
-        self._count += 1
+        self._list()
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence; the last one takes its place."""
         index = self.sequences.index(sequence)
-        last = self.sequences.pop()
-        self._count -= 1
-        if index < self._count:
-            self.sequences[index] = last
-            self._tickets[index] = self._tickets[self._count]
+        self._count = -1
+        self.sequences[index:] = [self.sequences[-1], *self.sequences[index + 1 : -1]][
+            : len(self.sequences) - index - 1
+        ]
+        self._list()
 
     def extend(self, tokens: int = 1) -> None:
         """Makes room for as many more tokens in each of them: in all or none. Errors are those of `Cache.extend`."""
+        if self._count < 0:  # an interruption came before the list was right
+            self._list()
         check_tokens(tokens, self.cache.max_seq_len)
         code = entries.grow(self.cache.address, self._at, self._count, tokens, 0, self._ask.address)
         if code == RING:
             self.cache.pool.ring()
         elif code != DONE:
             self.cache.grow(self._at, self._count, tokens)
+
+
+KEYS = 1 << 62
+"""Keys are below this."""
+
+
+def no_token() -> ValueError:
+    """What is raised for tokens that a sequence does not have."""
+    return ValueError("asked for tokens that the sequence does not have")
 
 
 def check_tokens(tokens: int, most: int) -> int:

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from ..compiled.code import link
-from . import ahead, copying, growth, guests, journal, parting, reclaim, sharing, starting, streams
+from . import accounts, ahead, copying, growth, guests, journal, parting, reclaim, sharing, starting, streams
 
 ENTRIES = [
     journal.run,
@@ -33,6 +33,10 @@ ENTRIES = [
     reclaim.plan_retired,
     reclaim.plan_stock,
     reclaim.lease,
+    accounts.open_account,
+    accounts.close_account,
+    accounts.open_cache,
+    accounts.plan_close,
     ahead.plan_ahead,
     guests.join,
     guests.notes,
@@ -40,8 +44,8 @@ ENTRIES = [
     guests.drop,
     guests.pin,
 ]
-MODULES = "tables streams rows frames journal reclaim growth starting sharing parting copying ahead guests entries"
-SOURCES = [f"core/{name}.py" for name in MODULES.split()] + [
+MODULES = "tables streams rows frames journal reclaim accounts growth starting sharing parting copying ahead guests"
+SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")] + [
     f"driver/{name}.py" for name in ("table", "running", "fencing")
 ]
 _loading = threading.Lock()

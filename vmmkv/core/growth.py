@@ -270,7 +270,7 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
         for index in range(count):
             r = rows[tickets[index] & ROW_MASK]
             asked.row = index
-            if r.length or starts[index] > r.target:
+            if r.length or not 0 <= starts[index] <= r.target:
                 return NO_TOKEN
     else:
         inside = grow_inside(cache, tickets_at, count)
@@ -366,7 +366,8 @@ def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
     serial = close(pool)
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        plan_length(cache, row, rows[row].start, rows[row].target)
+        if rows[row].target > rows[row].length:
+            plan_length(cache, row, rows[row].start, rows[row].target)
     return serial
 
 

@@ -5,7 +5,7 @@ from ..compiled.native import call, view
 from ..driver.running import enter, meter, now
 from ..driver.running import leave as leave_context
 from ..driver.running import step as driver_step
-from ..driver.table import CREATE, DRIVER, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
+from ..driver.table import CREATE, DRIVER, FREE, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .frames import add_gain, book_map, book_unmap, leave, push_free, settle_frame, stay, take
 from .rows import add_user, charge, frame_at, place, put_frame, queue_row, recount, track, use_tokens
 from .streams import fence_stream, order_stream
@@ -250,6 +250,9 @@ def book(step: int) -> None:
     if s.cache == 0:
         return
     c = view(s.cache, 1, CACHE)[0]
+    if s.kind == FREE:
+        view(c.ranges_at, c.ranges, RANGE)[s.range].address = 0
+        return
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
     end = s.page + s.count
     if s.kind == UNMAP:

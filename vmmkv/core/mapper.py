@@ -53,6 +53,10 @@ class Mapper:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def leave(self) -> None:
+        """Forgets the thread in a forked child, where it is not."""
+        self._end.detach()
+
     def _work(self) -> None:
         while not self._is_over:
             self._bell.wait()

@@ -20,6 +20,7 @@ from .tables import (
     BROKEN,
     CACHE,
     CAPTURED,
+    CHANGED,
     COPY,
     DONE,
     EXTENT,
@@ -31,6 +32,7 @@ from .tables import (
     OUT,
     POOL,
     ROW,
+    ROW_BITS,
     STAGE,
     STEP,
     UNSTAGE,
@@ -123,7 +125,8 @@ def plan_copy(cache: int, row: int, part: int, page: int, pages: int, ask: int) 
     s = steps[emit_row(cache, COPY, row, part, page, pages, 0)]
     s.address, s.other = p.staging, s.address
     charge(cache, pages)
-    p.staged_for = cache
+    p.staged_for, p.staged_part, p.staged_page = cache, part, page
+    p.staged_owner = view(c.rows_at, c.num_rows + LISTS, ROW)[row].owner
     a.row = 1
     return close(c.pool)
 
@@ -143,7 +146,7 @@ def fence(cache: int, ticket: int, ask: int) -> int:
 @entry
 def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
     """Plans to put the staged copy in the place of the last frame below a row's `shared`. The caller has waited for the
-    row's fence. Returns a serial, or `GONE`."""
+    row's fence. Returns a serial, `GONE`, or `CHANGED`: other rows share other pages of the row meanwhile."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     settle(c.pool, ask)
@@ -153,6 +156,8 @@ def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     copy = p.staged - 1
     pages = view(p.frames_at, p.capacity, FRAME)[copy].pages
+    if p.staged_owner != ticket >> ROW_BITS or p.staged_part != part or p.staged_page != e.shared - pages:
+        return CHANGED
     begin(c.pool)
     emit(c.pool, UNSTAGE, copy, p.staging, pages * p.page_size, 0)
     emit_row(cache, OUT, row, part, e.shared - pages, pages, copy)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable
+from sys import is_finalizing
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, WAITED, CURRENT = range
 NAMES = STEPS | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
 """By kind of a step: the function of the driver's table."""
 NORESERVE = 0x4000
+NO_LIMIT_PAGES = 1 << 40
+"""The limit, in pages, of an account that may have all of its pool."""
 
 
 class Ask:
@@ -81,13 +84,15 @@ class Pool:
         self.evict: list[Callable[[int], int]] = []
         """Functions of guests: each is called with a number of pages, drops frames, and returns how many pages it
         gave."""
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         """The planning lock, held from the plan of a change to its commit."""
-        self.copying = threading.RLock()
+        self.copying: Any = threading.RLock()
         """Held while a copy is in the staging range; taken before `lock`."""
         self.mapper: Any = None
         """The mapper of the pool, if it has one; an object with a method `ring`."""
-        capacity = 2 * max(driver.memory_info()[1] // driver.page_size, pages) + 64
+        self.most = max(driver.memory_info()[1] // driver.page_size, pages)
+        """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
+        capacity = 2 * self.most + 64
         self.frames, self.accounts, self.steps = (
             zeros(capacity, FRAME),
             zeros(SLOTS, ACCOUNT),
@@ -125,10 +130,11 @@ class Pool:
             OutOfPagesError: there are too few pages.
             DriverError, StreamCaptureError: nothing has changed.
         """
-        lock, error, ask.words[CURRENT] = self.lock, None, self.current_handle()
+        lock, error = self.lock, None
+        if lock._is_owned() or is_finalizing():
+            raise busy()
+        ask.words[CURRENT] = self.current_handle()
         while True:
-            if lock._is_owned():  # type: ignore[attr-defined]
-                raise busy()
             with lock:
                 code = plan(*arguments, ask.address)
                 if code > RING:
@@ -193,6 +199,10 @@ class Pool:
             OutOfPagesError: live tokens and reservations need more. Nothing has changed.
         """
         ask = Ask()
+        if (account < 0 and pages > self.most) or not 0 <= reserved <= pages:
+            raise BudgetError(
+                f"asked for a limit of {pages} pages, {reserved} of them reserved; the device has {self.most}"
+            )
         if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
             raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
@@ -200,7 +210,7 @@ class Pool:
 
     def trim(self, keep_pages: int = 0) -> int:
         """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
-        before, last = self.word("created"), -1
+        before, last, keep_pages = self.word("created"), -1, min(max(keep_pages, 0), self.most)
         while self.word("created") != last:
             last = self.word("created")
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
@@ -211,23 +221,24 @@ class Pool:
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""
-        if self.lock._is_owned():  # type: ignore[attr-defined]
-            raise busy()
-        with self.lock:
-            state = self.state[0]
-            left = int(state["budget"] - state["committed"])
-            if reserved > left:
-                raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
-            number = int(np.flatnonzero(self.accounts["open"] == 0)[0])
-            self.accounts[number] = (0, limit, reserved, 0, 1)
-            state["committed"] += reserved
-        return number
+        return self.opened(entries.open_account, self.address, limit, reserved)
+
+    def opened(self, entry: Callable[..., int], address: int, limit: int, reserved: int) -> int:
+        """What an entry that opens an account returns. Raises `BudgetError`."""
+        if not 0 <= reserved <= limit <= NO_LIMIT_PAGES:
+            raise BudgetError(f"asked to reserve {reserved} of at most {limit} pages")
+        ask = Ask()
+        code = entry(address, limit, reserved, ask.address)
+        if code == NO_LIMIT:
+            left = ask.words[AVAILABLE]
+            raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
+        if code == FULL:
+            raise BudgetError(f"a pool has at most {SLOTS} caches and {SLOTS} accounts at a time; close some")
+        return code
 
     def close_account(self, number: int) -> None:
         """Closes an account that uses nothing."""
-        account = self.accounts[number]
-        self.state[0]["committed"] -= max(account["used"], account["reserved"])
-        account["open"] = 0
+        entries.close_account(self.address, number)
 
     def ring(self) -> None:
         """Wakes the mapper, if there is one."""
@@ -271,10 +282,27 @@ def out_of_pages(asked: int, available: int, what: str = "") -> OutOfPagesError:
     )
 
 
+class DeadLock:
+    """Stands for a lock in a forked child: refuses what would need it."""
+
+    def _is_owned(self) -> bool:
+        raise fork_error()
+
+    def __enter__(self) -> None:
+        raise fork_error()
+
+    def __exit__(self, *_: object) -> None:
+        """Is not called."""
+
+
 def _leave_to_parent() -> None:
-    """Marks all pools dead in a forked child."""
+    """Marks all pools dead in a forked child. Threads of the parent, which are not there, may hold their locks."""
     for pool in list(_pools):
         pool.state["dead"] = 1
+        pool.lock = pool.copying = DeadLock()
+        if pool.mapper is not None:
+            pool.mapper.leave()
+            pool.mapper = None
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

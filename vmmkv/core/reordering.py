@@ -77,7 +77,7 @@ class Reordering:
             for row, ticket in self.tickets.items():
                 cache.repair(ticket)
                 if row in moves and held[row][1] == 0 < held[moves[row]][1]:
-                    cache.share_into(ticket, moves[row], held[moves[row]][1])
+                    cache.share_into(ticket, self.tickets[moves[row]], held[moves[row]][1])
             moves = {row: source for row, source in moves.items() if held[row][1]}
             pages = self.part(moves)
             more = [max(held[source][1] - held[row][1], 0) for row, source in moves.items()]

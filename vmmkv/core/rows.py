@@ -29,7 +29,9 @@ from .tables import (
 def row_of(cache: int, ticket: int) -> int:
     """The row that a ticket names, or `GONE`."""
     c, row = view(cache, 1, CACHE)[0], ticket & ROW_MASK
-    if row >= c.num_rows or view(c.rows_at, c.num_rows + LISTS, ROW)[row].owner != ticket >> ROW_BITS:
+    if ticket >> ROW_BITS <= 0 or row >= c.num_rows:
+        return GONE
+    if view(c.rows_at, c.num_rows + LISTS, ROW)[row].owner != ticket >> ROW_BITS:
         return GONE
     return row
 

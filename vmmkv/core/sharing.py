@@ -36,9 +36,11 @@ from .rows import (
     use,
     use_tokens,
 )
+from .starting import kept
 from .streams import hold_slot, is_captured, order_slots, record_slots
 from .tables import (
     ASK,
+    BROKEN,
     CACHE,
     CAPTURED,
     COPY,
@@ -53,6 +55,8 @@ from .tables import (
     POOL,
     RANGE,
     ROW,
+    ROW_BITS,
+    ROW_MASK,
     STEP,
     WAIT,
 )
@@ -105,21 +109,71 @@ def split_page(cache: int, source: int, part: int, tokens: int) -> int:
     return fit(cache, source, part, page_of(cache, part, tokens), 0)
 
 
-@entry
-def plan_share(cache: int, ticket: int, source: int, tokens: int, frames_at: int, ask: int) -> int:
-    """Plans that a new sequence without tokens begins with the first tokens of a row, `source`: full frames are shared,
-    the rest is copied. `frames_at` is 0, or the address of the numbers of the full frames, listed as in
-    `vmmkv.core.guests`; then `source` is the row to copy the rest from, or -1 if there is no rest.
+@inner
+def source_row(cache: int, ticket: int, tokens: int) -> int:
+    """The row where a sequence has so many tokens, or has left them; `GONE`, or `NO_TOKEN`."""
+    c, row, owner = view(cache, 1, CACHE)[0], ticket & ROW_MASK, ticket >> ROW_BITS
+    if ticket < 0 or row >= c.num_rows:
+        return GONE
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if owner and r.owner == owner:
+        return row if r.start <= tokens <= r.length else NO_TOKEN
+    return row if 0 <= tokens <= kept(cache, row, owner) else GONE
 
-    Returns a serial, `GONE`, `NO_TOKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
+
+@inner
+def covered(cache: int, part: int, frames_at: int) -> int:
+    """Pages of a list of frames, or -1: these are not held, or do not lie on a row like that."""
+    c, pages, singles = view(cache, 1, CACHE)[0], 0, 0
+    p, count = view(c.pool, 1, POOL)[0], view(frames_at, 1, np.int64)[0]
+    frames = view(frames_at, count + 1, np.int64)
+    for index in range(1, count + 1):
+        if not 0 <= frames[index] < p.fresh:
+            return -1
+        f = view(p.frames_at, p.capacity, FRAME)[frames[index]]
+        if f.held < 1 or (f.pages > 1 and singles):
+            return -1
+        singles += f.pages == 1
+        pages += f.pages
+    return pages if pages <= view(c.ranges_at, c.ranges, RANGE)[part].row_pages else -1
+
+
+@inner
+def are_right(cache: int, source: int, tokens: int, frames_at: int) -> int:
+    """Whether lists of frames can lie in front of so many tokens: in front of all of them, if there is no source."""
+    c, cursor = view(cache, 1, CACHE)[0], frames_at
+    size = view(c.pool, 1, POOL)[0].page_size
+    for part in range(c.ranges):
+        pages = covered(cache, part, cursor)
+        if pages < 0 or (source < 0 and pages * size < tokens * view(c.ranges_at, c.ranges, RANGE)[part].record):
+            return 0
+        cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+    return 1 if 0 <= tokens <= c.max_tokens else 0
+
+
+@entry
+def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int, ask: int) -> int:
+    """Plans that a new sequence without tokens begins with the first tokens of another, `given`, which may have left
+    its row: on the same frames where these are full, and on a copy of the rest. `frames_at` is 0, or the address of
+    numbers of frames that stand for the full ones, for each range `pages` and as many numbers (see
+    `vmmkv.core.guests`); then `given` is the sequence that the rest is copied from, or -1 where nothing is.
+
+    Returns a serial, `GONE`, `NO_TOKEN`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
     """
-    c = view(cache, 1, CACHE)[0]
-    _p, asked = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
-    rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+    c, source = view(cache, 1, CACHE)[0], -1
+    asked, rows = view(ask, 1, ASK)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
     settle(c.pool, ask)
     row = row_of(cache, ticket)
     if row < 0 or rows[row].length:
         return GONE if row < 0 else NO_TOKEN
+    if given != -1 or frames_at == 0:
+        source = source_row(cache, given, tokens)
+        if source < 0 or source == row:
+            return source if source < 0 else NO_TOKEN
+        if rows[source].broken:
+            return BROKEN
+    if frames_at and not are_right(cache, source, tokens, frames_at):
+        return NO_TOKEN
     if mapped_anywhere(cache, row) and not is_idle(cache, row, ask):
         return WAIT
     if source >= 0:

@@ -29,6 +29,7 @@ from .streams import fence_row, hold_slot, let_slots, order_slots, pending_slots
 from .tables import (
     ASK,
     CACHE,
+    CAPTURED,
     CLASSES,
     DEAD,
     DONE,
@@ -158,8 +159,8 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
-    if p.dead:
-        return DEAD
+    if p.dead or c.closed:
+        return DEAD if p.dead else GONE
     if c.live == c.num_rows:
         return NO_ROWS
     if wanted >= 0 and rows[wanted].owner:
@@ -207,28 +208,35 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
     Returns `DONE` or `RING`; `GONE`: another sequence has had the row, or pages are gone; or what `adopt` returns."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
-    rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
-    r = rows[row]
+    a, slot = view(ask, 1, ASK)[0], -1
     if p.dead:
         return DEAD
-    if kept(cache, row, last) < tokens:
+    if c.closed or not 0 <= row < c.num_rows or not 0 <= tokens <= kept(cache, row, last):
         return GONE
     if enter(p.driver, ask):
         return FAILED
     if handle:
         slot = hold_slot(p.driver, handle, 1, ask)
     code = slot if handle and slot < 0 else DONE
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if code == DONE and not is_near(cache, row, slot, ask) and slot >= 0:
-        code = FAILED if order_slots(p.driver, r.slots, r.tick, slot) else DONE
+        if captured(p.driver, handle, ask):
+            code = CAPTURED
+        elif order_slots(p.driver, r.slots, r.tick, slot):
+            code = FAILED
     leave_context(p.driver, ask)
+    a.asked, a.available = p.used, available(cache)
+    if code == DONE:
+        use_tokens(cache, row, tokens)
+        if is_over(cache):
+            a.asked = p.used - a.asked
+            use_tokens(cache, row, 0)
+            code = NO_PAGES
     if code != DONE:
+        if slot >= 0:
+            let_slots(p.driver, 1 << slot)
         return code
     ticket = own(cache, row, r.key, expected, slot, handle)
-    use_tokens(cache, row, tokens)
-    if is_over(cache):
-        view(ask, 1, ASK)[0].available = available(cache)
-        disown(cache, row)
-        return NO_PAGES
     r.length = tokens
     c.tokens += tokens
     c.reused += 1
@@ -358,8 +366,8 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
     mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
-    if row < 0:
-        return row
+    if row < 0 or view(c.pool, 1, POOL)[0].dead:
+        return row if row < 0 else DEAD
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     start, length = r.start if start < 0 else start, r.length if length < 0 else length
     if not r.start <= start <= length <= r.length:

@@ -18,18 +18,20 @@ from .tables import ASK, CACHE, CAPTURED, DONE, FAILED, FULL, LISTS, POOL, ROW
 @inner
 def hold_slot(driver: int, handle: int, users: int, ask: int) -> int:
     """Names a stream: returns its slot, `FULL`, or `FAILED`. It needs the context."""
-    d = view(driver, 1, DRIVER)[0]
+    d, found = view(driver, 1, DRIVER)[0], NO_SLOT
     streams = view(d.streams_at, SLOTS, STREAM)
     for slot in range(SLOTS):
         if streams[slot].handle == handle:
-            streams[slot].users += users
-            return slot
-    slot = slot_for(driver, handle)
-    if slot == NO_SLOT:
+            found = slot
+            break
+    if found == NO_SLOT:
+        found = slot_for(driver, handle)
+    if found == NO_SLOT:
         return FULL
-    streams[slot].users += users
-    view(ask, 1, ASK)[0].fresh = slot + 1
-    return slot
+    if users and streams[found].users == 0:
+        view(ask, 1, ASK)[0].fresh = found + 1
+    streams[found].users += users
+    return found
 
 
 @inner

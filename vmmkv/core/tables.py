@@ -49,16 +49,18 @@ POOL = _record(
     "small small_at larges larges_at unmade unmade_at gained gained_at gained_large gained_large_at "
     "budget created leased used committed accounts_at accounts caches_at caches clock "
     "steps_at max_steps steps calls done status serial pending settled "
-    "spent spent_ahead run_scratch staging staged staged_for source_of source hungry asleep dead poison fills"
+    "spent spent_ahead run_scratch staging staged staged_for staged_owner staged_part staged_page source_of source "
+    "hungry asleep dead poison fills"
 )
 """Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number
 that was never used. `staging` is the address of a range to copy to; `staged` is the frame there + 1, which counts as
-used by the cache `staged_for`. `source` is a row of the cache `source_of` that the journal reads from."""
+used by the cache `staged_for`, and a copy of what lies on a page of the sequence `staged_owner`. `source` is a row of
+the cache `source_of` that the journal reads from."""
 ACCOUNT = _record("used limit reserved leased open")
 CACHE = _record(
     "pool account num_rows ranges ranges_at rows_at extents_at max_tokens overread lookahead large key_of_sequence "
     "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count "
-    "turn"
+    "turn closed"
 )
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(

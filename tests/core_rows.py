@@ -1,0 +1,88 @@
+"""Caches of the compiled books on host memory, with a byte for each token: what tests write, and what they find."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from random import Random
+
+import torch
+from conftest import small_driver
+
+from vmmkv.core import entries
+from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core.check import check
+from vmmkv.core.pool import Ask, Pool
+from vmmkv.driver.driver import Driver
+from vmmkv.layout import KVLayout
+
+LAYOUT = KVLayout(3, 1, 64, torch.float32, layers_per_range=2)
+"""Two ranges, of 1,024 and 512 bytes a token: pages of the host hold 4 and 8."""
+
+
+def new_pool(pages: int = 200, driver: Driver | None = None) -> Pool:
+    """A pool on host memory, or on a driver."""
+    return Pool(small_driver("cpu") if driver is None else driver, pages)
+
+
+def new_cache(pool: Pool, rows: int = 8, tokens: int = 200, **options: object) -> Cache:
+    """A cache of a small layout."""
+    return Cache(pool, LAYOUT, rows, tokens, **options)  # type: ignore[arg-type]
+
+
+def token_at(cache: Cache, row: int, part: int, token: int) -> tuple[int, int]:
+    """Address and bytes of a token in a range."""
+    g = cache.ranges[part]
+    record = int(g["record"])
+    return int(g["address"]) + row * int(g["row_pages"]) * cache.pool.driver.page_size + token * record, record
+
+
+class Row:
+    """A sequence, and the bytes that its tokens should hold."""
+
+    def __init__(self, sequence: Sequence, tokens: list[int] | None = None, start: int = 0) -> None:
+        self.sequence, self.tokens, self.start = sequence, tokens or [], start
+
+    def write(self, random: Random, first: int) -> None:
+        """Writes new bytes to the sequence's tokens from one on."""
+        length = self.sequence.length
+        del self.tokens[first:]
+        self.tokens += [random.randrange(1, 255) for _ in range(length - first)]
+        for part in range(len(self.sequence.cache.ranges)):
+            place, record = token_at(self.sequence.cache, self.sequence.row, part, first)
+            content = b"".join(bytes([byte]) * record for byte in self.tokens[first:])
+            ctypes.memmove(place, content, len(content))
+
+    def verify(self) -> None:
+        """Compares each token with what was written."""
+        cache, row = self.sequence.cache, self.sequence.row
+        assert (self.sequence.start, self.sequence.length) == (self.start, len(self.tokens))
+        for part in range(len(cache.ranges)):
+            place, record = token_at(cache, row, part, self.start)
+            there = ctypes.string_at(place, record * (len(self.tokens) - self.start))
+            wanted = b"".join(bytes([byte]) * record for byte in self.tokens[self.start :])
+            assert there == wanted, f"range {part} of row {row}"
+
+
+def settled(pool: Pool) -> None:
+    """Has a journal that an interruption left behind booked, as the next change would."""
+    ask = Ask()
+    pool.change(ask, entries.plan_limit, pool.address, -1, pool.word("budget"), 0)
+
+
+def check_all(pool: Pool, *caches: Cache) -> None:
+    """Checks the books, once what was collected has been freed."""
+    for cache in caches:
+        cache.sweep()
+    settled(pool)
+    check(pool, caches)
+
+
+def given_up(pool: Pool, cache: Cache) -> None:
+    """Gives up a copy that an interruption left in the staging range, as the next copy would."""
+    with pool.copying:
+        cache._unstage()
+
+
+def tickets_of(rows: list[Row]) -> array[int]:
+    return array("q", [row.sequence.ticket for row in rows])

@@ -1,0 +1,527 @@
+"""Wrong arguments, and calls that come at a bad moment: refused by name, or right, and nothing has changed."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+from conftest import join, small_driver
+from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
+from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
+
+from vmmkv.core import entries
+from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core.pool import SLOTS, Ask, Pool
+from vmmkv.driver.host import NullDriver
+from vmmkv.errors import (
+    ArgumentError,
+    BudgetError,
+    BusyError,
+    DriverError,
+    OutOfPagesError,
+    OutOfRangeError,
+    OutOfRowsError,
+    SequenceTooLongError,
+    StreamCaptureError,
+    UseAfterFreeError,
+    VmmkvError,
+)
+
+HUGE = [-(1 << 64), -(1 << 63), -1, 201, 1 << 31, (1 << 63) - 1, (1 << 64) + 3]
+"""Numbers of tokens that no row has."""
+
+
+def filled(cache: Cache, tokens: int = 20) -> Row:
+    row = Row(cache.sequence(tokens))
+    row.write(Random(), 0)
+    return row
+
+
+@pytest.mark.parametrize("number", HUGE)
+def test_numbers_that_no_row_has(number: int) -> None:
+    pool = new_pool()
+    cache = new_cache(pool)
+    row = filled(cache)
+    batch = cache.batch([row.sequence])
+    for call in (
+        row.sequence.extend,
+        row.sequence.extend_in_place,
+        batch.extend,
+        partial(cache.extend, [row.sequence]),
+        lambda n: cache.extend([row.sequence], [n]),
+        lambda n: cache.extend([cache.sequence()], 9, starts=[n]),
+        row.sequence.truncate,
+        row.sequence.release_before,
+        cache.sequence,
+        lambda n: cache.sequence(expected=n),
+        partial(cache.share, row.sequence),
+        lambda n: cache.adopt_kept(2, 0, n),
+        lambda n: cache.adopt_kept(2, 0, 0, n),
+    ):
+        with pytest.raises((ValueError, OverflowError, OutOfRangeError)):
+            call(number)
+        check_all(pool, cache)
+        row.verify()
+    for call in (lambda n: cache.sequence(row=n), lambda n: cache.share(n, 0), lambda n: cache.adopt_kept(n, 0, 0)):
+        with pytest.raises(OutOfRangeError):
+            call(number)
+    if number < 0:
+        with pytest.raises(OutOfRangeError):
+            cache.sequence(key=number)
+    check_all(pool, cache)
+    row.verify()
+
+
+def test_what_cannot_be_shared() -> None:
+    pool = new_pool()
+    cache, other = new_cache(pool), new_cache(pool)
+    row, foreign = filled(cache), filled(other)
+    row.sequence.release_before(5)
+    row.start = 5
+    nothing = array("q", [0, 0])
+    gone = cache.sequence(9)
+    place, owner = gone.row, gone.ticket >> 24
+    gone.free()
+    after = cache.sequence(3, row=place)
+    for error, call in (
+        (ArgumentError, lambda: cache.share(foreign.sequence, 3)),
+        (ValueError, lambda: cache.share(row.sequence, 4)),
+        (ValueError, lambda: cache.share(row.sequence, 21)),
+        (UseAfterFreeError, lambda: cache.share(gone, 3)),
+        (UseAfterFreeError, lambda: cache.share(place, 3, last=owner, frames=nothing)),
+        (ValueError, lambda: cache.share(-1, 3, frames=nothing)),
+        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, 1 << 40, 1, -7]))),
+        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, int(pool.word("fresh")) - 1, 0]))),
+    ):
+        with pytest.raises(error):
+            call()
+        check_all(pool, cache, other)
+        assert cache.state[0]["live"] == 2
+    row.verify()
+    foreign.verify()
+    after.free()
+    assert cache.share(place, 3, last=after.ticket >> 24, frames=nothing).length == 3
+
+
+def test_sequences_of_another_cache_and_none() -> None:
+    """Tickets of other caches, and of no sequence, name none."""
+    pool = new_pool()
+    cache, other = new_cache(pool), new_cache(pool)
+    row, unused = filled(cache), Sequence(cache)
+    cache.sequence(9).free()  # a parked row
+    for call in (
+        lambda: other.extend([row.sequence], 1),
+        lambda: other.free([row.sequence]),
+        lambda: other.batch([row.sequence]),
+        lambda: other.batch().add(row.sequence),
+        lambda: unused.extend(1),
+        lambda: unused.truncate(0),
+        lambda: unused.length,
+    ):
+        with pytest.raises((ArgumentError, UseAfterFreeError)):
+            call()
+    assert not unused.extend_in_place(0)
+    check_all(pool, cache, other)
+    row.verify()
+
+
+def test_limits_that_cannot_be() -> None:
+    driver = NullDriver(100 * 4096, 4096)
+    pool = new_pool(60, driver)
+    cache = new_cache(pool, reserved=5)
+    for call in (
+        lambda: pool.set_limit(-1),
+        lambda: pool.set_limit(101),
+        lambda: pool.set_limit(1 << 64),
+        lambda: pool.set_limit(10, cache.account, 11),
+        lambda: pool.set_limit(10, cache.account, -1),
+        lambda: new_cache(pool, reserved=-1),
+        lambda: new_cache(pool, reserved=5, limit=4),
+        lambda: new_cache(pool, reserved=56),
+        lambda: pool.open_account(1 << 70),
+    ):
+        with pytest.raises(BudgetError):
+            call()
+        check_all(pool, cache)
+    with pytest.raises(OutOfPagesError):
+        pool.set_limit(4)
+    with pytest.raises(OutOfPagesError):
+        pool.set_limit(61, cache.account, 61)
+    cache.sequence(100)
+    assert pool.trim(1 << 64) == 0
+    for options in ({"rows": 0}, {"rows": 1 << 24}, {"tokens": 0}, {"lookahead": -1}, {"overread": -1}):
+        with pytest.raises(ArgumentError):
+            new_cache(pool, **options)  # type: ignore[arg-type]
+    check_all(pool, cache)
+    assert pool.word("committed") == max(cache.pool.accounts["used"][cache.account], 5)
+
+
+def test_more_caches_than_a_pool_has_room_for() -> None:
+    pool = new_pool(60, NullDriver(100 * 4096, 4096))
+    caches = [new_cache(pool, rows=1, reserved=0) for _ in range(SLOTS)]
+    with pytest.raises(BudgetError, match="256 caches"):
+        new_cache(pool, rows=1)
+    caches[7].close()
+    caches[7] = new_cache(pool, rows=1)
+    caches[7].sequence(3)
+    check_all(pool, *caches)
+
+
+def test_threads_open_and_close_caches_at_a_time() -> None:
+    """While others grow and end sequences: accounts add up."""
+    pool = new_pool(120)
+    steady = new_cache(pool)
+
+    def open_and_close() -> None:
+        for _ in range(40):
+            cache = new_cache(pool, rows=2, reserved=2)
+            cache.sequence(9)
+            cache.close()
+
+    def grow_and_end() -> None:
+        for _ in range(400):
+            sequence = steady.sequence(4)
+            sequence.extend(3)
+            sequence.free()
+
+    threads = [threading.Thread(target=each) for each in (*[open_and_close] * 3, grow_and_end)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    check_all(pool, steady)
+    assert (pool.word("used"), pool.word("committed")) == (0, 0)
+    assert pool.accounts["open"].sum() == 1
+
+
+def test_a_cache_that_is_closed() -> None:
+    """It starts no sequence, and is closed once: its addresses may belong to another by then."""
+    pool = new_pool()
+    cache, left = new_cache(pool), new_cache(pool)
+    row, parked = filled(cache), cache.sequence(5)
+    place, owner = parked.row, parked.ticket >> 24
+    parked.free()
+    other = filled(left)
+    cache.close()
+    again = new_cache(pool)
+    there = filled(again)
+    cache.close()
+    for call in (
+        partial(row.sequence.extend, 1),
+        partial(row.sequence.fork),
+        cache.sequence,
+        partial(cache.sequence, 5),
+        partial(cache.share, place, 0, frames=array("q", [0, 0])),
+    ):
+        with pytest.raises(UseAfterFreeError):
+            call()
+    assert cache.adopt_kept(place, owner, 0) is None
+    row.sequence.free()
+    check_all(pool, left, again)
+    other.verify()
+    there.verify()
+
+
+@pytest.mark.parametrize("call", ["unmap", "free", "synchronize"])
+def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
+    driver = FaultyDriver(small_driver("cpu"))
+    driver.changes_access = True
+    pool = new_pool(90, driver.inner)
+    cache = new_cache(pool, reserved=7)
+    for skip in range(30):
+        row = filled(cache)
+        row.sequence.fork()
+        driver.fail(call, skip)
+        try:
+            cache.close()
+        except DriverError:
+            check_all(pool, *([cache] if cache.address in pool.caches else []))
+            with pytest.raises(UseAfterFreeError):
+                cache.sequence()
+            cache.close()
+            pool.trim()
+            assert not driver.mapped
+            assert (pool.word("used"), pool.word("committed"), pool.word("created")) == (0, 0, 0)
+            cache = new_cache(pool, reserved=7)
+        else:
+            assert driver.heal()
+            return
+    raise AssertionError("it fails for ever")
+
+
+def test_a_batch_of_many_that_have_nothing_to_grow() -> None:
+    """A journal has no steps for sequences that stay as they are."""
+    pool = new_pool(12, NullDriver(20 * 4096, 4096))
+    cache = new_cache(pool, rows=2000)
+    sequences = [cache.sequence() for _ in range(2000)]
+    cache.extend(sequences, [1] + [0] * 1999)
+    assert pool.word("steps") < len(pool.steps)
+    assert [each.length for each in sequences[:2]] == [1, 0]
+    check_all(pool, cache)
+
+
+def test_other_pages_are_shared_while_a_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of one page does not take the place of another."""
+    pool = new_pool()
+    cache = new_cache(pool)
+    row = filled(cache)
+    forks = [Row(cache.share(row.sequence, 8), row.tokens[:8])]
+    wait = cache._wait_for_row
+
+    def fork_meanwhile(ticket: int) -> None:
+        if len(forks) < 2:
+            forks.append(Row(row.sequence.fork(), list(row.tokens)))
+        wait(ticket)
+
+    monkeypatch.setattr(cache, "_wait_for_row", fork_meanwhile)
+    cache.part(row.sequence.ticket, 0)
+    assert len(forks) == 2
+    check_all(pool, cache)
+    row.verify()
+    row.write(Random(), 0)
+    for each in (row, *forks):
+        each.verify()
+    assert pool.word("staged") == 0
+
+
+def test_taking_over_a_row_that_is_refused_leaves_it_as_it_is() -> None:
+    pool = new_pool(40)
+    cache = new_cache(pool)
+    row = filled(cache, 40)
+    place, owner = row.sequence.row, row.sequence.ticket >> 24
+    row.sequence.free()
+    other = new_cache(pool, reserved=35)
+    with pytest.raises(OutOfPagesError):
+        cache.adopt_kept(place, owner, 40)
+    check_all(pool, cache, other)
+    other.close()
+    row = Row(cache.adopt_kept(place, owner, 40), row.tokens)  # type: ignore[arg-type]
+    row.verify()
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class CapturingDevice(SimulatedDevice):
+    """A device on which graphs may be captured: a call that would spoil a graph is misuse."""
+
+    functions = (*SimulatedDevice.functions, "is_capturing")
+
+    def __init__(self, random: Random) -> None:
+        self.captured: set[int] = set()
+        super().__init__(random)
+        self.changes_access = True
+
+    def _c_is_capturing(self, handle: int, out: int) -> None:
+        import ctypes
+
+        ctypes.c_int64.from_address(out).value = handle in self.captured
+
+    def _check(self, handle: int) -> None:
+        assert handle not in self.captured, "work of another stream in a graph"
+
+    def _c_record(self, event: int, handle: int) -> None:
+        self._check(handle)
+        super()._c_record(event, handle)
+
+    def _c_wait(self, handle: int, event: int, flags: int) -> None:
+        self._check(handle)
+        super()._c_wait(handle, event, flags)
+
+    def _make_fill(self, address: int, nbytes: int, value: int, handle: int) -> None:
+        self._check(handle)
+        super()._make_fill(address, nbytes, value, handle)
+
+    def _make_copy(self, destination: int, source: int, nbytes: int, handle: int) -> None:
+        self._check(handle)
+        super()._make_copy(destination, source, nbytes, handle)
+
+
+@pytest.fixture
+def capturing() -> tuple[CapturingDevice, Pool, Cache]:
+    device = CapturingDevice(Random())
+    pool = Pool(device.inner, 90)
+    return device, pool, Cache(pool, LAYOUT, 6, 200)
+
+
+@pytest.mark.parametrize("scrub", [False, True])
+def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
+    """Each operation is refused, or makes no call on the stream. Behind the capture all goes on."""
+    done: list[str] = []
+    for seed in range(12):
+        random = Random(seed)
+        device = CapturingDevice(random)
+        pool = Pool(device.inner, 60)
+        cache = Cache(pool, LAYOUT, 8, 200, scrub=scrub)
+        first, second, _third = device.streams
+        left: list[tuple[int, int]] = []
+        for stream in (first, second):
+            device.current = stream
+            for length in (20, 7):
+                sequence = cache.sequence(length)
+                stream.submit(lambda: None)
+                left.append((sequence.row, sequence.ticket >> 24))
+                sequence.free()
+        device.current = first
+        live = [cache.sequence(9), cache.sequence(30)]
+        live.append(live[1].fork())
+        device.current = second
+        live.append(cache.sequence(9))
+        live[0].record_stream(second)
+        captured = random.choice([first, second])
+        device.current = random.choice([first, second])
+        device.captured = {captured.cuda_stream}
+        operations: list[tuple[str, Any]] = [
+            *[(f"extend {index}", partial(each.extend, 1)) for index, each in enumerate(live)],
+            *[(f"extend far {index}", partial(each.extend, 60)) for index, each in enumerate(live)],
+            *[(f"fork {index}", each.fork) for index, each in enumerate(live)],
+            *[(f"truncate {index}", partial(each.truncate, 2)) for index, each in enumerate(live)],
+            *[(f"part {index}", partial(cache.part, each.ticket, 0)) for index, each in enumerate(live)],
+            *[(f"record {index}", partial(each.record_stream, first)) for index, each in enumerate(live)],
+            *[(f"adopt {row}", partial(cache.adopt_kept, row, last, 3)) for row, last in left],
+            ("begin", partial(cache.sequence, 5)),
+            ("begin more", partial(cache.sequence, 60)),
+            ("trim", pool.trim),
+            *[(f"free {index}", each.free) for index, each in enumerate(live)],
+        ]  # fmt: skip
+        kept: list[object] = []
+        for name, operation in random.sample(operations, len(operations)):
+            try:
+                kept.append(operation())
+                done.append(name)
+            except (StreamCaptureError, UseAfterFreeError, OutOfPagesError, OutOfRowsError, ValueError):
+                pass
+            check_all(pool, cache)
+        device.captured = set()
+        kept.clear()
+        cache.close()
+        assert pool.word("used") == 0
+    assert len(set(done)) > 10
+
+
+def test_streams_live_while_sequences_name_them(capturing: tuple[CapturingDevice, Pool, Cache]) -> None:
+    """Also one that was known before as the stream that another sequence was freed on."""
+    device, pool, cache = capturing
+    first, second, _third = device.streams
+    device.current = first
+    sequence = cache.sequence(4)
+    device.current = second
+    sequence.free()
+    named = cache.sequence(4)
+    slots = int(cache.rows["streams"][named.row])
+    for slot in range(62):
+        if slots >> slot & 1:
+            assert pool.driver.slot_streams[slot] is second
+
+
+def test_more_streams_than_slots(capturing: tuple[CapturingDevice, Pool, Cache]) -> None:
+    device, pool, _cache = capturing
+    cache = Cache(pool, LAYOUT, 70, 20)
+    sequences = []
+    for _ in range(62):
+        device.current = device.new_stream()
+        sequences.append(cache.sequence())
+    device.current = device.new_stream()
+    for call in (
+        cache.sequence,
+        partial(cache.free, sequences[:2]),
+        partial(sequences[0].record_stream, device.current),
+    ):
+        with pytest.raises(DriverError, match="more streams than 62"):
+            call()
+        check_all(pool, cache)
+    assert len([each for each in sequences if each.length == 0]) == 62
+    device.current = device.streams[3]
+    cache.free(sequences[:2])
+    device.finish()
+    device.current = device.new_stream()
+    cache.sequence(3)
+    check_all(pool, cache)
+
+
+# ---------------------------------------------------------------------- in the middle of others
+
+
+def test_what_a_finalizer_does_in_the_middle_of_a_change() -> None:
+    """Each call is refused, or is done, on the thread that is in the middle: it never waits for itself."""
+    pool = new_pool(90)
+    cache, other = new_cache(pool), new_cache(pool)
+    row, gone = filled(cache), cache.sequence(5)
+    refused = []
+    with pool.lock:  # as in `Pool.change`
+        for call in (
+            partial(row.sequence.extend, 60),
+            row.sequence.fork,
+            pool.trim,
+            partial(pool.set_limit, 80),
+            other.close,
+            partial(cache.sequence, 60),
+            partial(cache.part, row.sequence.ticket, 0),
+        ):
+            try:
+                call()
+            except BusyError:
+                refused.append(call)
+        gone.free()
+        row.sequence.truncate(19)
+        started = cache.sequence()
+    assert len(refused) >= 6
+    assert started.length == 0
+    check_all(pool, cache, other)
+    del row.tokens[19:]
+    row.verify()
+    with pool.copying:
+        for call in (other.close, partial(cache.part, row.sequence.ticket, 0)):
+            with pytest.raises(BusyError):
+                call()
+    other.close()
+    check_all(pool, cache)
+
+
+def test_a_batch_is_right_behind_an_interruption() -> None:
+    from interruption import interrupted
+
+    pool = new_pool(90)
+    cache = new_cache(pool)
+    sequences = [cache.sequence(3) for _ in range(4)]
+    line = 1
+    while True:
+        batch = cache.batch(sequences)
+
+        def change(batch: Any = batch) -> None:
+            batch.remove(sequences[1])
+            batch.add(sequences[1])
+
+        is_over = interrupted(change, line) is not None
+        assert len(batch) == len(set(batch.sequences)) in (3, 4)
+        before = [each.length for each in sequences]
+        batch.extend(1)
+        grown = [each for each, length in zip(sequences, before) if each.length == length + 1]
+        assert set(grown) == set(batch.sequences)
+        if is_over:
+            break
+        line += 1
+    assert line > 4
+    check_all(pool, cache)
+
+
+def test_errors_have_no_surprises() -> None:
+    """What is refused is a `VmmkvError` or a `ValueError`; a ticket that was plain wrong names nothing."""
+    pool = new_pool()
+    cache = new_cache(pool)
+    ask = Ask()
+    for ticket in (0, 1, -1, 1 << 24, (1 << 63) - 1, -(1 << 63), (5 << 24) | 0xFFFFFF):
+        tickets = array("q", [ticket])
+        address = tickets.buffer_info()[0]
+        assert entries.grow_one(cache.address, ticket, 1, -1) < 0
+        assert entries.grow(cache.address, address, 1, 1, 0, ask.address) < 0
+        assert entries.keep(cache.address, ticket, 0, 0, ask.address) < 0
+        assert entries.free(cache.address, address, 1, 0, ask.address) == 0
+        assert pool.change(Ask(), entries.plan_share, cache.address, ticket, 0, 0, 0) < 0
+        assert pool.change(Ask(), entries.plan_part, cache.address, ticket, 0, 0) < 0
+        check_all(pool, cache)
+    assert issubclass(SequenceTooLongError, VmmkvError)
