@@ -163,7 +163,7 @@ class Machine:
                 place = self.address(cache, row, part, token)
                 stream.submit(self.compare(place, model.tokens[token], int(g["record"]), what))
         behind = len(model.tokens) + int(cache.state[0]["overread"]) - 1
-        if model.tokens and cache.state[0]["overread"]:
+        if model.start < len(model.tokens) and cache.state[0]["overread"]:
             place, nbytes = self.address(cache, row, 0, behind), int(cache.ranges[0]["record"])
             stream.submit(lambda: self.device.touch(place, nbytes, lambda: None))
 
