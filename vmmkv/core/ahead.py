@@ -6,7 +6,7 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
 from .growth import larges_for
-from .journal import begin, close, emit_row, plan_fill, plan_pages, refuse, settle
+from .journal import begin, close, emit_row, first_unfilled, plan_fill, plan_pages, refuse, settle
 from .reclaim import IDLE, supply
 from .rows import page_of, pages_for
 from .streams import is_captured
@@ -50,6 +50,8 @@ def map_ahead(cache: int, row: int, frames: int, ask: int) -> int:
             end = max(page + larges * large, page + singles if larges == 0 and singles else page)
             if end > page:
                 filled = plan_pages(cache, row, part, page, larges, end)
+                unfilled = first_unfilled(cache, row, part, ready, page)
+                filled = unfilled if unfilled < page else filled
                 emit_row(cache, SET_ACCESS, row, part, ready, end - ready, 0)
                 if filled < end:
                     plan_fill(cache, row, part, filled, end)

@@ -167,6 +167,7 @@ def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
     such a frame find the row's key on it."""
     c, gained = view(cache, 1, CACHE)[0], 0
     pool, key = c.pool, view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
+    ready = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part].ready
     while page < end:
         frame = frame_at(cache, part, row, page)
         f = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
@@ -174,7 +175,7 @@ def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
             gained += f.pages
             push_gained(pool, frame)
         f.leaving += 1
-        f.key = key
+        f.key = key if page < ready else f.key
         page += f.pages
     return gained
 

@@ -9,6 +9,7 @@ from .journal import (
     begin,
     close,
     emit_row,
+    first_unfilled,
     plan_fill,
     plan_fill_cut,
     plan_length,
@@ -245,6 +246,8 @@ def map_row(cache: int, row: int, larges: int) -> int:
         ready = e.ready if e.first < e.mapped else page
         if ready < end:
             emit_row(cache, SET_ACCESS, row, part, ready, end - ready, 0)
+        unfilled = first_unfilled(cache, row, part, ready, min(page, end))
+        filled = unfilled if unfilled < page else filled
         if filled < end:
             plan_fill(cache, row, part, filled, end)
         plan_fill_cut(cache, row, part, r.target)

@@ -126,6 +126,14 @@ def must_fill(cache: int, row: int, frame: int) -> int:
 
 
 @inner
+def first_unfilled(cache: int, row: int, part: int, page: int, end: int) -> int:
+    """The first of pages which are mapped and not ready that is to be filled, or `end`: a fill of it has failed."""
+    while page < end and not must_fill(cache, row, frame_at(cache, part, row, page)):
+        page += 1
+    return page
+
+
+@inner
 def plan_map(cache: int, row: int, part: int, page: int, frame: int) -> None:
     """Plans to map a frame on a page of a row."""
     p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
@@ -348,6 +356,10 @@ def undo(pool: int, step: int) -> None:
     p, s = view(pool, 1, POOL)[0], view(step, 1, STEP)[0]
     if s.kind == UNMAP:
         put_back(step)
+    elif s.kind == FILL:
+        c = view(s.cache, 1, CACHE)[0]
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
+        e.ready = min(e.ready, s.page) if s.count else e.ready
     elif s.kind == CREATE:
         p.created -= view(p.frames_at, p.capacity, FRAME)[s.frame].pages
     elif s.kind == STAGE:
