@@ -183,7 +183,7 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
     before, start = available(cache), rows[source].start if source >= 0 and frames_at == 0 else 0
     begin(c.pool)
     rows[row].start, singles, cursor = start, 0, frames_at
-    if source >= 0:
+    if source >= 0 and rows[source].owner == 0:
         use_source(cache, source)
     for part in range(c.ranges):
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
@@ -202,6 +202,8 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
         asked.asked, asked.available = singles, before
     if code < 0:
         return give_up(cache, row, code, ask)
+    if source >= 0:  # its own surplus may have been taken
+        use_source(cache, source)
     for part in range(c.ranges):
         copy_rest(cache, row, part, source, tokens)
     serial = close(c.pool)
