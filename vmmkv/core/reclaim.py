@@ -6,7 +6,7 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.running import enter
 from ..driver.running import leave as leave_context
-from ..driver.table import CREATE, RELEASE
+from ..driver.table import CREATE, RELEASE, UNMAP
 from .frames import is_gain, number, push_gained, take
 from .journal import begin, close, emit, plan_unmap, settle
 from .rows import fit, frame_at, link_old, pages_for, span_at, unlink_old
@@ -26,6 +26,7 @@ from .tables import (
     ROW,
     SHORT,
     SPARE,
+    STEP,
     WAIT,
 )
 
@@ -135,7 +136,19 @@ def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
         for index in range(p.caches):
             if caches[index]:
                 gained += reclaim_spare(caches[index], wanted - gained, wave, ask)
+    steps = view(p.steps_at, p.max_steps, STEP)
+    for index in range(p.steps if level == ALL else 0):  # rows that have given some of it are on no list by now
+        s = steps[index]
+        if gained < wanted and s.kind == UNMAP and is_live(s.cache, s.row):
+            gained += take_spare(s.cache, s.row, wanted - gained, ALL)
     return gained
+
+
+@inner
+def is_live(cache: int, row: int) -> int:
+    """Whether a sequence has a row."""
+    c = view(cache, 1, CACHE)[0]
+    return 1 if view(c.rows_at, c.num_rows + LISTS, ROW)[row].owner else 0
 
 
 @entry
