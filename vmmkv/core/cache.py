@@ -16,6 +16,7 @@ from ..driver.fence import Fence, wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
+    DriverError,
     OutOfRangeError,
     OutOfRowsError,
     SequenceTooLongError,
@@ -406,6 +407,8 @@ class Cache:
                 self._wait_for_row(ticket)
                 code = self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
             except BaseException:
+                with suppress(DriverError):  # else the next growth, or parting, repairs the row
+                    self.repair(ticket)
                 self._unstage()
                 raise
             if code < 0:
@@ -467,8 +470,6 @@ class Cache:
             if row >= 0:
                 given = (int(self.rows["last"][row]) if last is None else last) << ROW_BITS | row
         sequence = self.sequence(key=key, expected=expected, avoid=row)
-        if self.state[0]["key_of_sequence"] and row >= 0:
-            self.rows["key"][sequence.record_index()] = self.rows["key"][row]
         try:
             self.share_into(sequence.ticket, given, tokens, frames.buffer_info()[0] if frames is not None else 0)
         except BaseException:

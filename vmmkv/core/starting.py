@@ -238,6 +238,10 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
         return code
     ticket = own(cache, row, r.key, expected, slot, handle)
     r.length = tokens
+    for part in range(c.ranges if c.key_of_sequence else 0):  # what the other sequence has left is filled
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        record = view(c.ranges_at, c.ranges, RANGE)[part].record
+        r.cut = min(max(r.cut, e.ready * p.page_size // record + 1), c.max_tokens)
     c.tokens += tokens
     c.reused += 1
     recount(cache, row)
