@@ -29,6 +29,7 @@ from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError, SequenceT
 DIFFERENCES = {
     "row": "which row a new sequence gets is free: the core looks at a few parked rows of a size class",
     "surplus": "how much stays mapped behind sequences, what is reclaimed first, and so how far one grows in place",
+    "shared surplus": "the second house keeps room for copies of pages which only surplus shares with a sequence",
     "row stride": "rows of the core that can have large frames are whole large frames long, so that these coincide",
     "large frames": "what a large frame wastes counts as used; the core chooses other places for them",
     "limit below reserved": "one check of what is used or reserved, whichever is more: OutOfPagesError",
@@ -231,6 +232,8 @@ class Parity:
         self.keys = random.choice([[0], [0, 1]])
         self.twins: list[Twin] = []
         self.numbers = itertools.count()
+        self.touched: list[Twin] = []
+        """Sequences that an operation is to change."""
         self.done: Counter[str] = Counter()
         self.log: list[str] = [f"{self.budget} pages, {self.layouts}, {self.options}"]
         self.check_strides()
@@ -289,9 +292,14 @@ class Parity:
     def both(self, operation: Callable[[House, int], Any], expected: type[Exception] | None = None) -> list[Any] | None:
         """Does something in both houses, which both do, or refuse with the same error. Returns what they return."""
         outcomes = [self.attempt(place, operation) for place in (0, 1)]
+        if isinstance(outcomes[0], OutOfPagesError) and self.is_exact and expected is None:
+            self.houses[0].pool.trim()  # DIFFERENCES["shared surplus"]
+            outcomes[0] = self.attempt(0, operation)
+            self.done["shared surplus"] += 1
         kinds = [type(outcome) if isinstance(outcome, Exception) else None for outcome in outcomes]
-        if OutOfPagesError in kinds and not self.is_exact and kinds[0] != kinds[1]:  # DIFFERENCES["large frames"]
-            raise Apart(outcomes)
+        is_apart = OutOfPagesError in kinds and kinds[0] != kinds[1]
+        if is_apart and (not self.is_exact or (kinds[0] is OutOfPagesError and expected is None)):
+            raise Apart(outcomes)  # DIFFERENCES["large frames"], DIFFERENCES["shared surplus"]
         assert kinds[0] == kinds[1], outcomes
         if self.is_exact or expected is not OutOfPagesError:
             assert kinds[0] == expected or (not self.is_exact and kinds[0] is OutOfPagesError), (outcomes, expected)
@@ -301,21 +309,26 @@ class Parity:
     def attempt(self, place: int, operation: Callable[[House, int], Any]) -> Any:
         """Does something in a house. If a driver call fails, all is as before, and it is done again."""
         house = self.houses[place]
+        failures = house.driver.failures
         if self.faults and self.random.random() < 0.3:
             skip, out_of_memory = self.random.randrange(8), self.random.random() < 0.3
             house.driver.fail("any", skip, out_of_memory)
+        outcome = self.outcome(house, place, operation)
+        house.driver.heal()
+        if isinstance(outcome, DriverError | OutOfPagesError) and house.driver.failures > failures:
+            self.done["failed"] += 1
+            self.compare(place, self.twins)
+            outcome = self.outcome(house, place, operation)
+        assert not isinstance(outcome, DriverError), outcome
+        return outcome
+
+    def outcome(self, house: House, place: int, operation: Callable[[House, int], Any]) -> Any:
+        """What an operation returns, or is refused with."""
         try:
             return operation(house, place)
-        except DriverError:
-            assert self.faults
-            self.done["DriverError"] += 1
-            house.driver.heal()
-            self.compare(place, self.twins)
-            return operation(house, place)
         except (vmmkv.VmmkvError, ValueError) as error:
+            error.__context__ = None
             return error.with_traceback(None)  # whose frames hold sequences
-        finally:
-            house.driver.heal()
 
     def compare(self, place: int, twins: Iterable[Twin]) -> None:
         """Compares sequences of a house with the model: lengths, addresses, and each byte."""
@@ -362,6 +375,7 @@ class Parity:
         name = self.random.choices(names, weights)[0]
         self.log.append(name)
         before = [(twin, twin.start, list(twin.tokens), dict(twin.pages)) for twin in self.twins]
+        self.touched.clear()
         try:
             getattr(self, name)()
         except Apart as apart:  # take it back where it was done
@@ -370,11 +384,11 @@ class Parity:
                     self.take_back(place, outcome, [(twin, tokens) for twin, _, tokens, _ in before])
             for twin, start, tokens, pages in before:
                 twin.start, twin.tokens, twin.pages = start, tokens, pages
-                if any(each.start > start for each in twin.of):  # it began late, and cannot be cut to nothing
-                    self.twins.remove(twin)
+                if any(each.start > start for each in twin.of) or (twin in self.touched and self.is_exact):
+                    self.twins.remove(twin)  # it cannot become as it was
                     for each in twin.of:
                         each.free()
-            self.done["large frames"] += 1
+            self.done["apart"] += 1
         self.check()
 
     def take_back(self, place: int, outcome: Any, before: list[tuple[Twin, list[int]]]) -> None:
@@ -444,6 +458,7 @@ class Parity:
     ) -> None:
         """Grows sequences in both houses by such an operation, and in the model."""
         before = [dict(twin.pages) for twin in twins]
+        self.touched += twins
         longest = 0
         for twin, count, start in zip(twins, counts, starts or [twin.start for twin in twins]):
             length = len(twin.tokens)
@@ -552,6 +567,7 @@ class Parity:
         if not (twin := self.pick()):
             return
         token, before = self.random.randint(twin.start, len(twin.tokens)), dict(twin.pages)
+        self.touched.append(twin)
         self.part(twin, token)
         if self.both(lambda house, place: house.unshare(twin.index, twin.of[place], token), self.expected_of(0)):
             count = len(twin.tokens) - token
@@ -574,18 +590,26 @@ class Parity:
         for each in chosen:  # as much as it could take
             self.lay(each, min(each.start, *(one.start for one in chosen)), max(len(one.tokens) for one in chosen))
             self.part(each, 0)
-        has_room = self.is_exact and self.fits()
+        has_room = self.fits() and all(
+            self.is_exact or self.budget > 2 * sum(each.used(place) for place, _ in enumerate(self.options)) + 400
+            for each in self.houses
+        )
         for each, pages in before:
             each.pages = pages
         if not has_room:
             return
-        try:
-            self.reorder(1, index, chosen, indices)
-        except UnsupportedError:  # DIFFERENCES["reorder in front"]
-            pairs = [(twin, chosen[source]) for twin, source in zip(chosen, indices)]
-            assert any(one.key != other.key or one.start > other.start for one, other in pairs)
+        pairs = [(twin, chosen[source]) for twin, source in zip(chosen, indices) if twin is not chosen[source]]
+        is_refused = any(self.is_in_front(twin, source) or twin.key != source.key for twin, source in pairs)
+        if is_refused and self.is_exact:  # DIFFERENCES["reorder in front"]
+            assert isinstance(
+                self.outcome(self.houses[1], 1, lambda *_: self.reorder(1, index, chosen, indices)), UnsupportedError
+            )
             return
-        self.reorder(0, index, chosen, indices)
+        if is_refused or isinstance(
+            self.outcome(self.houses[0], 0, lambda *_: self.reorder(0, index, chosen, indices)), OutOfPagesError
+        ):  # DIFFERENCES["shared surplus"]
+            return
+        self.reorder(1, index, chosen, indices)
         self.done["reorder"] += 1
         held = [(twin.start, twin.tokens, twin.past) for twin in chosen]
         moves = {twin: chosen[source] for twin, source in zip(chosen, indices) if chosen[source] is not twin}
@@ -596,6 +620,15 @@ class Parity:
                 twin.start, twin.tokens = start, list(tokens)
                 twin.past = twin.past | past
                 self.lay(twin, start, len(tokens))
+
+    def is_in_front(self, twin: Twin, source: Twin) -> bool:
+        """Whether a sequence has given back the page on which another begins."""
+        parts = range(len(self.layouts[twin.index].record_bytes))
+        firsts = [
+            [self.span(each.index, part, each.start, len(each.tokens)).start for part in parts]
+            for each in (twin, source)
+        ]
+        return source.start < len(source.tokens) and any(one > other for one, other in zip(*firsts))
 
     def common(self, moves: dict[Twin, Twin]) -> dict[Twin, set[tuple[int, int]]]:
         """Pages in front of sequences that are to change which stay those of the others."""
@@ -680,7 +713,7 @@ class Parity:
             (ValueError, lambda cache, each: cache.extend([each], [-1])),
             (ValueError, lambda cache, each: each.truncate(-1)),
             (ValueError, lambda cache, each: each.release_before(-1)),
-            (ValueError, lambda cache, each: cache.extend([each, each], 1)),
+            (ValueError, lambda cache, each: cache.extend([each, each], 0)),
             (ValueError, lambda cache, each: cache.extend([each], [1, 1])),
             (SequenceTooLongError, lambda cache, each: each.extend(MAX_SEQ_LEN + 1)),
             (SequenceTooLongError, lambda cache, each: cache.extend([each], MAX_SEQ_LEN + 1)),
@@ -725,7 +758,7 @@ class Parity:
 
 
 class Apart(Exception):  # noqa: N818
-    """One house has refused what the other one has done, with large frames."""
+    """One house has refused for want of pages what the other one has done."""
 
     def __init__(self, outcomes: list[Any]) -> None:
         super().__init__(outcomes)
