@@ -606,7 +606,8 @@ class Parity:
             )
             return
         if is_refused or isinstance(
-            self.outcome(self.houses[0], 0, lambda *_: self.reorder(0, index, chosen, indices)), OutOfPagesError
+            self.outcome(self.houses[0], 0, lambda *_: self.reorder(0, index, chosen, indices)),
+            OutOfPagesError | UnsupportedError,
         ):  # DIFFERENCES["shared surplus"]
             return
         self.reorder(1, index, chosen, indices)
@@ -732,7 +733,7 @@ class Parity:
         if start:
             uses.append((ValueError, lambda cache, each: each.truncate(start - 1)))
         if length:
-            uses.append((ValueError, lambda cache, each: cache.extend([each], 1, starts=[0])))
+            uses.append((ValueError, lambda cache, each: cache.extend([each], 0, starts=[0])))
         number = self.random.randrange(len(uses))
         error, use = uses[number]
         self.log.append(f"misuse {number}")

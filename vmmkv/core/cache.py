@@ -17,6 +17,7 @@ from ..errors import (
     ArgumentError,
     BusyError,
     DriverError,
+    OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,
     SequenceTooLongError,
@@ -396,7 +397,12 @@ class Cache:
     def _part_step(self, ticket: int, part: int, page: int) -> bool:
         """Makes one step of `part`. Returns whether there may be more."""
         ask, before = Ask(), self.shared_end(ticket, part)
-        code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
+        try:
+            code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
+        except OutOfPagesError:  # unless parked rows alone have the frame, too
+            if self.pool.change(Ask(), entries.plan_retired, self.pool.address, NO_LIMIT) == GONE:
+                raise
+            return True
         if code == GONE:
             raise gone()
         if code == BROKEN:
