@@ -6,24 +6,17 @@ What differs on purpose is in `DIFFERENCES`, by a name that the machine's code m
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
-import torch
-from conftest import on_driver, small_driver
-from faulty import FaultyDriver
+from core_houses import LAYOUTS, LONG, MAX_SEQ_LEN, MAX_SEQUENCES, SIZE, House, New, Old
+from core_twins import Twin, Twins
 
 import vmmkv
-from vmmkv.core.cache import Cache
-from vmmkv.core.check import check
-from vmmkv.core.pool import LARGE, Pool
-from vmmkv.core.reordering import reorder
+from vmmkv.core.pool import LARGE
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError, SequenceTooLongError, UnsupportedError
 
 DIFFERENCES = {
@@ -36,174 +29,13 @@ DIFFERENCES = {
     "other cache": "a ticket of another cache is stale by the same comparison: UseAfterFreeError",
     "reorder in front": "the core refuses what lies in front of a sequence's first page, also outside of circles",
     "scrub and keys": "a cache of the core that scrubs has a key for each sequence; reordering compares none there",
+    "reorder grows": "a sequence that becomes longer gets a page of its own where it ended; the second house shares it",
     "reorder shares": "the core copies; only sequences without tokens become forks",
 }
 """What differs between the houses, and why."""
-SIZE = 4096
-MAX_SEQ_LEN, MAX_SEQUENCES = 100, 5
-KEYS = [None, "tenant"]
-"""Tenants; the core's key is the place. Bytes of tokens of the second are above 128."""
-LAYOUTS = [
-    vmmkv.KVLayout(3, 2, 16, torch.float32),
-    vmmkv.KVLayout(3, [2, 1, 2], 16, torch.float32, layers_per_range=1),
-    vmmkv.KVLayout(3, 2, 16, torch.float32, layers_per_range=2),
-]
-LONG = [
-    vmmkv.KVLayout(3, 2, 80, torch.float32),
-    vmmkv.KVLayout(3, [2, 1, 2], 96, torch.float32, layers_per_range=1),
-]
-"""Rows of several large frames."""
 
 
-class House:
-    """What both houses have in common: caches on one pool, on a driver that fails on demand."""
-
-    name = ""
-
-    def __init__(self) -> None:
-        self.driver = FaultyDriver(small_driver("cpu"))
-        self.driver.changes_access = True
-        self.caches: list[Any] = []
-
-    def memory(self, index: int, row: int, part: int, first: int, end: int) -> Any:
-        """Bytes of tokens of a row: an array `[tokens, bytes of a record]`."""
-        record = self.record(index, part)
-        nbytes = (end - first) * record
-        address = self.address(index, row, part) + first * record
-        return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8).reshape(end - first, record)
-
-    def record(self, index: int, part: int) -> int:
-        return int(self.caches[index].layout.record_bytes[part])
-
-    def address(self, index: int, row: int, part: int) -> int:
-        raise NotImplementedError
-
-
-class Old(House):
-    """The second house."""
-
-    name = "second house"
-
-    def __init__(self, pages: int, layouts: list[vmmkv.KVLayout], options: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.pool = on_driver(self.driver, vmmkv.FramePool, max_bytes=pages * SIZE)
-        for layout, each in zip(layouts, options):
-            limit = each["limit"] * SIZE if each["limit"] else None
-            self.caches.append(
-                vmmkv.KVCache(
-                    layout, MAX_SEQUENCES, MAX_SEQ_LEN, pool=self.pool, max_bytes=limit, lookahead=0,
-                    guaranteed=each["reserved"] * SIZE, overread=each["overread"], large_frames=each["large"],
-                    scrub=each["scrub"],
-                )
-            )  # fmt: skip
-
-    def address(self, index: int, row: int, part: int) -> int:
-        states = self.caches[index].range(part)
-        return int(states.data_ptr() + row * self.stride(index, part))
-
-    def stride(self, index: int, part: int) -> int:
-        states = self.caches[index].range(part)
-        return int(states.numel() * states.element_size() // MAX_SEQUENCES)
-
-    def begin(self, index: int, tokens: int, expected: int, key: int, row: int | None) -> Any:
-        return self.caches[index].sequence(tokens, expected_tokens=expected, tenant=KEYS[key], row=row)
-
-    def step(self, index: int, sequences: list[Any]) -> None:
-        self.caches[index].extend(sequences, 1)
-
-    def unshare(self, index: int, sequence: Any, token: int) -> None:
-        self.caches[index].unshare([sequence], token)
-
-    def reorder(self, index: int, sequences: list[Any], indices: list[int]) -> None:
-        self.caches[index].reorder(sequences, indices, share=False)
-
-    def set_limit(self, pages: int) -> None:
-        self.pool.set_limit(pages * SIZE)
-
-    def collect(self) -> None:
-        for cache in self.caches:
-            assert cache.available_pages >= 0
-
-    def used(self, index: int) -> int:
-        return int(self.caches[index].stats().pages["used"])
-
-    def physical(self) -> int:
-        return int(self.pool.stats().physical_bytes) // SIZE
-
-    def check(self) -> None:
-        for cache in self.caches:
-            cache.check()
-
-
-class New(House):
-    """The compiled core."""
-
-    name = "core"
-
-    def __init__(self, pages: int, layouts: list[vmmkv.KVLayout], options: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.driver.inner.memory_info = lambda: (1 << 22, 1 << 22)  # type: ignore[method-assign]
-        self.pool = Pool(self.driver.inner, pages)
-        for layout, each in zip(layouts, options):
-            self.caches.append(Cache(self.pool, layout, MAX_SEQUENCES, MAX_SEQ_LEN, **each))
-
-    def address(self, index: int, row: int, part: int) -> int:
-        return int(self.caches[index].ranges[part]["address"]) + row * self.stride(index, part)
-
-    def stride(self, index: int, part: int) -> int:
-        return int(self.caches[index].ranges[part]["row_pages"]) * SIZE
-
-    def begin(self, index: int, tokens: int, expected: int, key: int, row: int | None) -> Any:
-        return self.caches[index].sequence(tokens, expected=expected, key=key, row=row)
-
-    def step(self, index: int, sequences: list[Any]) -> None:
-        self.caches[index].batch(sequences).extend()
-
-    def unshare(self, index: int, sequence: Any, token: int) -> None:
-        self.caches[index].part(sequence.ticket, token)
-
-    def reorder(self, index: int, sequences: list[Any], indices: list[int]) -> None:
-        reorder(self.caches[index], sequences, indices)
-
-    def set_limit(self, pages: int) -> None:
-        self.pool.set_limit(pages)
-
-    def collect(self) -> None:
-        for cache in self.caches:
-            cache.sweep()
-
-    def used(self, index: int) -> int:
-        return int(self.pool.accounts[self.caches[index].account]["used"])
-
-    def physical(self) -> int:
-        return self.pool.word("created")
-
-    def check(self) -> None:
-        check(self.pool, self.caches)
-
-
-@dataclass(eq=False)
-class Twin:
-    """A sequence of both houses, and what it should be.
-
-    Attributes:
-        of: by house.
-        places: by house, its row, and the address of that in each range.
-        pages: by range and page, a number that stands for a piece of memory.
-        past: bytes that it, or those that it was forked from, have written.
-    """
-
-    index: int
-    of: list[Any]
-    places: list[tuple[int, list[int]]]
-    key: int
-    tokens: list[int] = field(default_factory=list)
-    start: int = 0
-    pages: dict[tuple[int, int], int] = field(default_factory=dict)
-    past: set[int] = field(default_factory=lambda: {0})
-
-
-class Parity:
+class Parity(Twins):
     """Runs random operations on both houses.
 
     Args:
@@ -213,6 +45,7 @@ class Parity:
     """
 
     def __init__(self, random: Random, *, faults: bool = False, large: bool = False) -> None:
+        super().__init__()
         self.random, self.faults, self.is_exact = random, faults, not large
         count = random.choice([1, 1, 2])
         self.budget = random.choice([60, 250, 600] if large else [14, 30, 90])
@@ -230,8 +63,6 @@ class Parity:
         arguments = self.budget, self.layouts, self.options
         self.houses: list[Any] = [Old(*arguments), New(*arguments)]
         self.keys = random.choice([[0], [0, 1]])
-        self.twins: list[Twin] = []
-        self.numbers = itertools.count()
         self.touched: list[Twin] = []
         """Sequences that an operation is to change."""
         self.done: Counter[str] = Counter()
@@ -246,46 +77,6 @@ class Parity:
                 if self.options[index]["large"] and pages >= LARGE:  # DIFFERENCES["row stride"]
                     pages = -(-pages // LARGE) * LARGE
                 assert new == pages * SIZE
-
-    # ------------------------------------------------------------------ the model
-
-    def span(self, index: int, part: int, start: int, length: int) -> range:
-        """The pages that tokens lie on, and what may be read behind them."""
-        record, overread = self.layouts[index].record_bytes[part], self.options[index]["overread"]
-        end = -(-(length + overread) * record // SIZE) if length else 0
-        return range(min(start * record // SIZE, end), end)
-
-    def all_pages(self, index: int, start: int, length: int) -> set[tuple[int, int]]:
-        parts = range(len(self.layouts[index].record_bytes))
-        return {(part, page) for part in parts for page in self.span(index, part, start, length)}
-
-    def lay(self, twin: Twin, start: int, length: int, pages: dict[tuple[int, int], int] | None = None) -> None:
-        """Has a sequence use the pages of such tokens: those of others that are given, its own, else new ones."""
-        known = twin.pages | (pages or {})
-        wanted = self.all_pages(twin.index, start, length)
-        twin.pages = {page: known[page] if page in known else next(self.numbers) for page in wanted}
-
-    def part(self, twin: Twin, token: int) -> None:
-        """Gives a sequence pages of its own from a token on."""
-        uses = Counter(page for each in self.of(twin.index) for page in each.pages.values())
-        for (part, page), number in twin.pages.items():
-            if page >= token * self.layouts[twin.index].record_bytes[part] // SIZE and uses[number] > 1:
-                twin.pages[part, page] = next(self.numbers)
-
-    def of(self, index: int) -> list[Twin]:
-        return [twin for twin in self.twins if twin.index == index]
-
-    def used(self, index: int) -> int:
-        return len({page for twin in self.of(index) for page in twin.pages.values()})
-
-    def committed(self, index: int) -> int:
-        return max(self.used(index), int(self.options[index]["reserved"]))
-
-    def fits(self) -> bool:
-        """Whether what the model uses may be used."""
-        limits = [each["limit"] or self.budget for each in self.options]
-        within = all(self.used(index) <= limit for index, limit in enumerate(limits))
-        return within and sum(map(self.committed, range(len(self.options)))) <= self.budget
 
     # ------------------------------------------------------------------ both houses
 
@@ -599,6 +390,8 @@ class Parity:
         if not has_room:
             return
         pairs = [(twin, chosen[source]) for twin, source in zip(chosen, indices) if twin is not chosen[source]]
+        if any(self.ends_on_common_page(twin, source) for twin, source in pairs):  # DIFFERENCES["reorder grows"]
+            return
         is_refused = any(self.is_in_front(twin, source) or twin.key != source.key for twin, source in pairs)
         if is_refused and self.is_exact:  # DIFFERENCES["reorder in front"]
             assert isinstance(
@@ -621,39 +414,6 @@ class Parity:
                 twin.start, twin.tokens = start, list(tokens)
                 twin.past = twin.past | past
                 self.lay(twin, start, len(tokens))
-
-    def is_in_front(self, twin: Twin, source: Twin) -> bool:
-        """Whether a sequence has given back the page on which another begins."""
-        parts = range(len(self.layouts[twin.index].record_bytes))
-        firsts = [
-            [self.span(each.index, part, each.start, len(each.tokens)).start for part in parts]
-            for each in (twin, source)
-        ]
-        return source.start < len(source.tokens) and any(one > other for one, other in zip(*firsts))
-
-    def common(self, moves: dict[Twin, Twin]) -> dict[Twin, set[tuple[int, int]]]:
-        """Pages in front of sequences that are to change which stay those of the others."""
-        pages = {twin: dict(twin.pages) for twin in {*moves, *moves.values()}}
-        found: dict[Twin, set[tuple[int, int]]] = {}
-        last = None
-        while found != last:
-            last = dict(found)
-            for twin, source in moves.items():
-                same = set()
-                for part, record in enumerate(self.layouts[twin.index].record_bytes):
-                    grows = len(source.tokens) > len(twin.tokens)
-                    for page in self.span(twin.index, part, source.start, len(source.tokens)):
-                        number = pages[twin].get((part, page))
-                        is_behind = grows and page >= len(twin.tokens) * record // SIZE
-                        if number is None or number != pages[source].get((part, page)) or is_behind:
-                            break
-                        same.add((part, page))
-                found[twin] = same
-            for twin, same in found.items():
-                pages[twin] = {
-                    page: number for page, number in pages[twin].items() if page in same or page not in twin.pages
-                }
-        return found
 
     def reorder(self, place: int, index: int, chosen: list[Twin], indices: list[int]) -> None:
         self.houses[place].reorder(index, [twin.of[place] for twin in chosen], indices)
@@ -738,6 +498,16 @@ class Parity:
         error, use = uses[number]
         self.log.append(f"misuse {number}")
         self.both(lambda house, place: use(house.caches[index], twin.of[place]), error)
+
+    def do_name_in_another_cache(self) -> None:
+        if (twin := self.pick()) and len(self.options) > 1:
+            outcomes = [
+                self.outcome(
+                    house, place, lambda house, place: house.caches[1 - twin.index].extend([twin.of[place]], 1)
+                )
+                for place, house in enumerate(self.houses)
+            ]
+            assert [*map(type, outcomes)] == [ValueError, vmmkv.UseAfterFreeError]  # DIFFERENCES["other cache"]
 
     # ------------------------------------------------------------------ the end
 

@@ -6,6 +6,7 @@ import inspect
 from random import Random
 
 import core_parity
+import core_twins
 import pytest
 from conftest import ROUNDS
 from core_parity import DIFFERENCES, Parity
@@ -15,7 +16,7 @@ from core_parity import DIFFERENCES, Parity
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 @pytest.mark.usefixtures("undebugged")
 def test_any_operations_in_both_houses(faults: bool, large: bool) -> None:
-    for _ in range(6 * ROUNDS):
+    for _ in range(5 * ROUNDS):
         seed = Random().randrange(1 << 32)
         try:
             Parity(Random(seed), faults=faults, large=large).run(80)
@@ -25,5 +26,5 @@ def test_any_operations_in_both_houses(faults: bool, large: bool) -> None:
 
 
 def test_each_difference_is_allowed_for_somewhere() -> None:
-    source = inspect.getsource(core_parity)
+    source = inspect.getsource(core_parity) + inspect.getsource(core_twins)
     assert all(f'DIFFERENCES["{name}"]' in source for name in DIFFERENCES)

@@ -119,8 +119,6 @@ class Reordering:
             detail = f"{nbytes} bytes beside the cache, to reorder sequences in a circle"
             raise DriverOutOfMemoryError("torch.empty", type(error).__name__, detail) from error
 
-    # ------------------------------------------------------------------ pages
-
     def used(self, row: int, part: int) -> tuple[int, int]:
         """The first page that a row uses in a range, and their end."""
         extent = self.cache.extents[row * len(self.parts) + part]
@@ -151,8 +149,6 @@ class Reordering:
             pairs = zip(self.frames(row, part, first, end), self.frames(source, part, first, end))
             pages.append(first + next((index for index, (one, other) in enumerate(pairs) if one != other), end - first))
         return pages
-
-    # ------------------------------------------------------------------ copies
 
     def copies(self, moves: dict[int, int], pages: dict[int, list[int]], aside: int) -> list[int]:
         """Copies that make all moves: of each a destination, a source, and bytes. They go piece by piece."""
