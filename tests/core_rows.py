@@ -8,11 +8,12 @@ from random import Random
 
 import torch
 from conftest import small_driver
+from faulty import FaultyDriver
 
 from vmmkv.core import entries
 from vmmkv.core.cache import Cache, Sequence
-from vmmkv.core.check import check
-from vmmkv.core.pool import Ask, Pool
+from vmmkv.core.check import check, table_entry
+from vmmkv.core.pool import LARGE, Ask, Pool
 from vmmkv.driver.driver import Driver
 from vmmkv.layout import KVLayout
 
@@ -76,6 +77,21 @@ def check_all(pool: Pool, *caches: Cache) -> None:
         cache.sweep()
     settled(pool)
     check(pool, caches)
+
+
+def check_mapped(pool: Pool, driver: FaultyDriver, *caches: Cache) -> None:
+    """Compares what the books of a pool say of mappings with what its driver was asked for."""
+    size, said = pool.driver.page_size, {}
+    for cache in caches:
+        for row in range(cache.max_sequences):
+            for part in range(len(cache.ranges)):
+                e = cache.extents[row * len(cache.ranges) + part]
+                for page in range(int(e["first"]), int(e["mapped"])):
+                    frame = pool.frames[table_entry(cache, part, row, page) - 1]
+                    said[token_at(cache, row, part, 0)[0] + page * size] = int(frame["handle"])
+    staging = range(pool.staging, pool.staging + LARGE * size)
+    assert said == {place: handle for place, handle in driver.mapped.items() if place not in staging}
+    assert driver.num_pages == pool.word("created")
 
 
 def given_up(pool: Pool, cache: Cache) -> None:

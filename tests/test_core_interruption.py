@@ -17,7 +17,7 @@ from core_rows import Row, check_all, given_up, new_cache, new_pool
 from interruption import interrupted_after
 
 from vmmkv.core.pool import Pool
-from vmmkv.errors import OutOfPagesError, OutOfRowsError
+from vmmkv.errors import BudgetError, OutOfPagesError, OutOfRowsError
 
 OPERATIONS = 1500
 """Operations of a run. `VMMKV_ROUNDS=67` makes over 200,000 of both kinds."""
@@ -42,7 +42,7 @@ class World:
         names = [name for name in dir(self) if name.startswith("do_")]
         name = self.random.choices(names, [3 if name in ("do_begin", "do_extend") else 1 for name in names])[0]
         self.came = False
-        with suppress(OutOfPagesError, OutOfRowsError):
+        with suppress(OutOfPagesError, OutOfRowsError, BudgetError):
             getattr(self, name)(index)
         (self.interrupted if self.came else self.done)[name[3:]] += 1
         if self.came:

@@ -316,6 +316,9 @@ class CapturingDevice(SimulatedDevice):
         super().__init__(random)
         self.changes_access = True
 
+    def memory_info(self) -> tuple[int, int]:
+        return 1 << 20, 1 << 20
+
     def _c_is_capturing(self, handle: int, out: int) -> None:
         import ctypes
 

@@ -22,6 +22,7 @@ from ..errors import (
     OutOfRowsError,
     SequenceTooLongError,
     UseAfterFreeError,
+    VmmkvError,
 )
 from ..layout import KVLayout
 from . import entries
@@ -246,7 +247,8 @@ class Cache:
             try:
                 sequence.extend(tokens)
             except BaseException:
-                self.free((sequence,))
+                with suppress(VmmkvError):  # else it is freed when it is collected
+                    self.free((sequence,))
                 raise
         return sequence
 
@@ -413,9 +415,10 @@ class Cache:
                 self._wait_for_row(ticket)
                 code = self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
             except BaseException:
-                with suppress(DriverError):  # else the next growth, or parting, repairs the row
+                with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
                     self.repair(ticket)
-                self._unstage()
+                with suppress(VmmkvError):  # else the next copy does it
+                    self._unstage()
                 raise
             if code < 0:
                 self._unstage()
@@ -479,7 +482,8 @@ class Cache:
         try:
             self.share_into(sequence.ticket, given, tokens, frames.buffer_info()[0] if frames is not None else 0)
         except BaseException:
-            self.free((sequence,))
+            with suppress(VmmkvError):  # else it is freed when it is collected
+                self.free((sequence,))
             raise
         return sequence
 

@@ -18,7 +18,7 @@ from ..driver.driver import STEPS, Driver, fork_error
 from ..driver.fence import Fence
 from ..driver.meter import Meter
 from ..driver.table import CREATE, SCRATCH
-from ..errors import BudgetError, BusyError, DriverError, OutOfPagesError
+from ..errors import BudgetError, BusyError, DriverError, DriverOutOfMemoryError, OutOfPagesError
 from . import entries
 from .tables import (
     ACCOUNT,
@@ -163,7 +163,7 @@ class Pool:
                 missing -= evict(missing) if missing > 0 else 0
             if missing == ask.words[ASKED]:
                 raise out_of_pages(missing, 0)
-        elif error is None or ask.words[FRUGAL] or error.call != self.driver.names["create"]:
+        elif ask.words[FRUGAL] or not isinstance(error, DriverOutOfMemoryError):
             raise error or self.driver.error("record", int(ask.words[0]))
         else:
             ask.words[FRUGAL] = 1  # the driver has no memory for new frames: take surplus
