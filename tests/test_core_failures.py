@@ -5,6 +5,7 @@ Afterwards lengths and contents are as before, the books are right, and the oper
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,7 +62,7 @@ class Stage:
     # Operations. Each returns what it has made, if anything.
 
     def begin(self) -> object:
-        return self.cache.sequence(30)
+        return self.cache.sequence(70)
 
     def begin_elsewhere(self) -> object:
         self.device.current = self.device.streams[2]
@@ -159,12 +160,13 @@ def fail(stage: Stage, operation: Callable[[Stage], object], skip: int, again: i
         made = operation(stage)
     except (DriverError, OutOfPagesError):
         failed = True
-    if failed:
+    if failed:  # outside of the handler: errors hold sequences
         device.heal()
-        device._raised.clear()  # errors hold sequences that have failed
+        device._raised.clear()
         assert device.failures > failures
         assert stage.lengths() == before
         assert again or not stage.cache.rows["broken"].any()
+        gc.collect()
         stage.verify()
         assert stage.cache.state[0]["live"] + stage.other.state[0]["live"] == live
         device.finish()
