@@ -485,6 +485,36 @@ def test_what_a_finalizer_does_in_the_middle_of_a_change() -> None:
     check_all(pool, cache)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> None:
+    """By another thread. It does not grow onto pages that are about to go."""
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = new_pool(90, driver.inner)
+    cache = new_cache(pool)
+    row, batch = filled(cache, 100), cache.batch()
+    batch.add(row.sequence)
+    row.sequence.truncate(5)
+    del row.tokens[5:]
+    ask = Ask()
+    with pool.lock:
+        serial = entries.plan_trim(pool.address, 0, 1024, ask.address)
+        assert serial > 1
+        assert row.sequence.capacity < 100
+        assert not row.sequence.extend_in_place(60)
+        with pytest.raises(BusyError):  # it needs pages, and this thread is in the middle
+            batch.extend(60)
+        assert row.sequence.extend_in_place(1)
+        if fails:
+            driver.fail("unmap")
+        entries.run(pool.address, serial, 0)
+        entries.commit(pool.address, serial, ask.address)
+    row.write(Random(), 5)
+    batch.extend(60)
+    row.write(Random(), 6)
+    check_all(pool, cache)
+    row.verify()
+
+
 def test_a_batch_is_right_behind_an_interruption() -> None:
     from interruption import interrupted
 

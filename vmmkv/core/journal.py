@@ -94,6 +94,7 @@ def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
     if e.first >= e.mapped:
         track(cache, row, part, 0)
         e.first = e.ready = e.mapped = e.head_end = e.readonly = 0
+    recount(cache, row)  # its sequence may grow while the journal is run, and not onto these pages
     return gained
 
 
