@@ -402,7 +402,7 @@ class Cache:
         try:
             code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
         except OutOfPagesError:  # unless parked rows alone have the frame, too
-            if self.pool.change(Ask(), entries.plan_retired, self.pool.address, NO_LIMIT) == GONE:
+            if self.pool.change(Ask(), entries.plan_retired, self.pool.address, 1 << 40) == GONE:
                 raise
             return True
         if code == GONE:
