@@ -71,7 +71,8 @@ class Reordering:
         """Makes room for all moves, which can be refused; then makes them in one call."""
         cache, held = self.cache, self.held
         self.check(moves)
-        self.copy([*held], [], {})
+        handle = cache.pool.current_handle()
+        self.copy([*held], [], {}, handle)
         buffer = self.buffer(moves)
         try:
             for row, ticket in self.tickets.items():
@@ -83,14 +84,11 @@ class Reordering:
             more = [max(held[source][1] - held[row][1], 0) for row, source in moves.items()]
             cache.extend([self.sequences[row] for row in moves], more)
             copies = self.copies(moves, pages, buffer.data_ptr())
-            self.copy([*moves, *{*moves.values()} - {*moves}], copies, {row: held[moves[row]] for row in moves})
+            self.copy([*moves, *{*moves.values()} - {*moves}], copies, {row: held[moves[row]] for row in moves}, handle)
         except BaseException:
             longer = {row: was for row, was in held.items() if cache.lengths[row] > was[1]}
-            try:
-                self.copy([*longer], [], longer)
-            except VmmkvError:
-                with suppress(VmmkvError):
-                    cache.free([self.sequences[row] for row in longer])
+            with suppress(VmmkvError):  # without a stream: nothing was written to their new pages
+                self.copy([*longer], [], longer, 0)
             raise
 
     def check(self, moves: dict[int, int]) -> None:
@@ -164,7 +162,7 @@ class Reordering:
                     words += [end - begin] if begin < end else []
         return words
 
-    def copy(self, rows: list[int], words: list[int], after: dict[int, tuple[int, int]]) -> None:
+    def copy(self, rows: list[int], words: list[int], after: dict[int, tuple[int, int]], handle: int) -> None:
         """Makes copies between rows, the first of which hold something else then: see `copy_rows`."""
         cache, driver, ask = self.cache, self.cache.pool.driver, Ask()
         tickets, copies = array("q", [self.tickets[row] for row in rows]), array("q", words)
@@ -173,7 +171,7 @@ class Reordering:
             return
         code = entries.copy_rows(
             cache.address, tickets.buffer_info()[0], len(rows), copies.buffer_info()[0], len(words) // 3,
-            held.buffer_info()[0], len(after), cache.pool.current_handle(), ask.address,
+            held.buffer_info()[0], len(after), handle, ask.address,
         )  # fmt: skip
         if ask.words[FRESH]:
             driver.slot_streams[ask.words[FRESH] - 1] = driver.current_stream()
