@@ -15,6 +15,7 @@ from random import Random
 
 import numpy as np
 import torch
+from faulty import CALLS
 from simulated_device import SimulatedDevice, Stream
 
 from vmmkv.core import entries
@@ -22,7 +23,7 @@ from vmmkv.core.cache import Cache, Sequence
 from vmmkv.core.check import check, table_entry
 from vmmkv.core.pool import Ask, Pool
 from vmmkv.core.tables import NOTE
-from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError, VmmkvError
+from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError, UseAfterFreeError, VmmkvError
 from vmmkv.layout import KVLayout
 
 
@@ -185,8 +186,10 @@ class Machine:
         name = self.random.choices(names, weights)[0]
         failures = self.device.failures
         if self.faults and self.random.random() < 0.3:
-            self.device.fail("any", self.random.randrange(8), out_of_memory=self.random.random() < 0.5,
-                             lasting=self.random.random() < 0.2)  # fmt: skip
+            lasting = self.random.random() < 0.2  # but not of calls that tell when the device has finished
+            call = self.random.choice(CALLS) if lasting else "any"
+            is_full = self.random.random() < 0.5
+            self.device.fail(call, self.random.randrange(8), out_of_memory=is_full, lasting=lasting)
         try:
             getattr(self, name)(index)
             self.done[name] += 1
@@ -461,6 +464,9 @@ class Machine:
                 try:
                     sequence = cache.share(left.row, tokens, key=left.key, frames=lists)
                 except OutOfRowsError:
+                    return
+                except UseAfterFreeError:  # its pages were needed
+                    assert entries.kept(cache.address, left.row, left.last) < tokens
                     return
                 self.models[index].append(Model(sequence, stream, left.key, left.tokens[:tokens]))
 

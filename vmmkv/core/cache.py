@@ -16,7 +16,6 @@ from ..driver.fence import Fence, wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
-    DriverError,
     OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,

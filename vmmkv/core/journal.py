@@ -341,13 +341,13 @@ def release_source(pool: int) -> None:
 
 
 @inner
-def fence_source(cache: int, source: int, row: int, stream: int, ask: int) -> None:
+def fence_source(cache: int, source: int, stream: int, ask: int) -> None:
     """Keeps what lies on a row until copies of it, on another row's stream, have been made: the pages of a parked row,
     and tokens that a sequence might write over."""
     c = view(cache, 1, CACHE)[0]
     rows = view(c.rows_at, c.num_rows + LISTS, ROW)
     if rows[source].owner:
-        order_stream(cache, row, rows[source].stream, ask)
+        order_stream(view(c.pool, 1, POOL)[0].driver, stream, rows[source].stream, ask)
     fence_stream(cache, source, stream, ask)
 
 
@@ -405,9 +405,9 @@ def finish(pool: int, accepted: int, ask: int) -> int:
         if (s.kind == FILL or s.kind == COPY) and index < p.done and s.row >= 0:
             fence_stream(s.cache, s.row, s.stream, ask)  # its pages may be surplus while they are written to
             if done:
-                order_stream(s.cache, s.row, view(ask, 1, ASK)[0].current, ask)
+                order_stream(p.driver, s.stream, view(ask, 1, ASK)[0].current, ask)
             if s.kind == COPY and p.source_of:
-                fence_source(p.source_of, p.source, s.row, s.stream, ask)
+                fence_source(p.source_of, p.source, s.stream, ask)
     for index in range(p.calls, p.steps):
         s = steps[index]
         c = view(s.cache, 1, CACHE)[0]

@@ -9,7 +9,7 @@ from ..driver.fencing import EVENTS, SLOTS, STREAM, event_for, put, slot_for
 from ..driver.fencing import FULL as NO_SLOT
 from ..driver.fencing import ask as ask_slot
 from ..driver.running import CAPTURED as IS_CAPTURED
-from ..driver.running import captured, enter, leave
+from ..driver.running import WORD, captured, enter, leave
 from ..driver.table import DRIVER, SCRATCH, STATUS
 from .rows import row_of
 from .tables import ASK, CACHE, CAPTURED, DONE, FAILED, FULL, LISTS, POOL, ROW
@@ -110,38 +110,50 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 
 
 @inner
-def fence_stream(cache: int, row: int, stream: int, ask: int) -> int:
+def wait_for_all(driver: int, ask: int) -> None:
+    """Waits for all work on the device, where an event could not be recorded behind it: see
+    `vmmkv.driver.running.synchronize`."""
+    d = view(driver, 1, DRIVER)[0]
+    if enter(driver, ask) == 0:
+        if call(d.allocate, (ask + STATUS * WORD, 1)):
+            call(d.synchronize, ())
+        else:
+            call(d.deallocate, (view(ask, SCRATCH, np.int64)[STATUS],))
+        leave(driver, ask)
+
+
+@inner
+def fence_stream(cache: int, row: int, stream: int, ask: int) -> None:
     """Puts the work that was submitted to a stream into a row's fence, also where the row has another sequence by now,
-    or none. Returns a status."""
+    or none. If that fails, waits for the work."""
     c = view(cache, 1, CACHE)[0]
     driver = view(c.pool, 1, POOL)[0].driver
     r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
     if stream == 0 or enter(driver, ask):
-        return FAILED if stream else DONE
+        return
     slot = hold_slot(driver, stream, 0, ask)
     code = record_slots(driver, 1 << slot, 0, ask) if slot >= 0 else slot
     leave(driver, ask)
     if code == DONE:
         r.slots, r.tick = r.slots | a.slots, max(r.tick, a.tick)
-    return code
+    else:
+        wait_for_all(driver, ask)
 
 
 @inner
-def order_stream(cache: int, row: int, stream: int, ask: int) -> int:
-    """Makes later work on a stream wait for all work so far on a row's own stream. Returns a status."""
-    c = view(cache, 1, CACHE)[0]
-    driver = view(c.pool, 1, POOL)[0].driver
-    r, a = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(ask, 1, ASK)[0]
-    if stream in (r.stream, 0) or r.stream == 0 or enter(driver, ask):
-        return 0
-    status, slot = 0, hold_slot(driver, r.stream, 0, ask)
+def order_stream(driver: int, first: int, stream: int, ask: int) -> None:
+    """Makes later work on a stream wait for all work so far on another, `first`. If that fails, waits for the work."""
+    if stream in (first, 0) or first == 0 or enter(driver, ask):
+        return
+    slot, status = hold_slot(driver, first, 0, ask), 1
     if slot >= 0 and record_slots(driver, 1 << slot, 0, ask) == DONE:
         d = view(driver, 1, DRIVER)[0]
-        place = event_for(driver, slot, a.tick)
-        if place >= 0:
-            status = call(d.wait, (stream, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0))
+        place = event_for(driver, slot, view(ask, 1, ASK)[0].tick)
+        events = view(d.events_at, (SLOTS, EVENTS), np.int64)
+        status = call(d.wait, (stream, events[slot, place], 0)) if place >= 0 else 0
     leave(driver, ask)
-    return status
+    if status:
+        wait_for_all(driver, ask)
 
 
 @inner
