@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
+from queue import SimpleQueue
 from time import sleep
 
 from . import entries
@@ -33,24 +35,33 @@ class Mapper:
         self.changes = 0
         """The number of changes so far."""
         self._pool = weakref.ref(pool)
-        self._bell = threading.Event()
-        self._is_over = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        """Written in C, so that no signal handler or finalizer comes while a lock of it is held."""
+        self._starting = threading.RLock()
+        self._is_started = self._is_over = False
         self._thread: threading.Thread | None = None
         self._end = weakref.finalize(pool, self.stop)
 
     def ring(self) -> None:
         """Wakes the mapper, which looks for rows that need pages."""
-        if self._thread is None and not self._is_over:
-            self._thread = threading.Thread(target=self._work, name="vmmkv-mapper", daemon=True)
-            self._thread.start()
-        self._bell.set()
+        if not (self._is_started or self._is_over):
+            self._start()
+        self._bell.put(None)
+
+    def _start(self) -> None:
+        """Starts the thread, also where an interruption came in the middle of that."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="vmmkv-mapper", daemon=True)
+            with suppress(RuntimeError):  # a finalizer has been first
+                self._thread.start()
 
     def stop(self) -> None:
         """Ends the mapper after its current change."""
         self._is_over = True
-        self._bell.set()
+        self._bell.put(None)
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.ident and thread is not threading.current_thread():
             thread.join()
 
     def leave(self) -> None:
@@ -58,9 +69,9 @@ class Mapper:
         self._end.detach()
 
     def _work(self) -> None:
+        self._is_started = True
         while not self._is_over:
-            self._bell.wait()
-            self._bell.clear()
+            self._bell.get()
             if (pool := self._pool()) is None:
                 return
             state = pool.state[0]
