@@ -1,6 +1,6 @@
 """Times of the compiled books on the driver that does nothing, by the number of rows and of parked rows.
 
-    python benchmarks/core_sizes.py
+python benchmarks/core_sizes.py
 """
 
 from __future__ import annotations
