@@ -104,7 +104,7 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
             expect(e["shared"] <= e["mapped"] and e["readonly"] <= e["mapped"], f"{where}: shared")
             expect(e["use_end"] <= e["mapped"] or e["use_first"] == e["use_end"], f"{where}: uses what is not mapped")
             length, record = int(r["length"]), int(part["record"])
-            needed = -(-(length + int(cache.state[0]["overread"])) * record // size) if length > r["start"] else 0
+            needed = -(-(length + int(cache.state[0]["overread"])) * record // size) if length else 0
             expect(e["use_end"] >= needed if r["owner"] else e["use_end"] == 0, f"{where}: tokens on no used page")
             page = int(e["first"])
             while page < e["mapped"]:

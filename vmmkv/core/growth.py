@@ -293,9 +293,8 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
     code = DONE
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if code == DONE and rows[row].length == rows[row].start < rows[row].target:
-            start = view(starts_at, count, np.int64)[index] if starts_at else rows[row].start
-            code = begin_at(cache, row, start, ask)
+        if code == DONE and rows[row].length == 0 and rows[row].target:
+            code = begin_at(cache, row, view(starts_at, count, np.int64)[index] if starts_at else 0, ask)
     code = plan_targets(cache, tickets_at, count, ask) if code == DONE else refuse(pool, code, ask)
     if code < 0 and starts_at:
         for index in range(count):

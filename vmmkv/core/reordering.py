@@ -95,12 +95,11 @@ class Reordering:
         """Raises `UnsupportedError` for moves that are not possible."""
         keys, is_scrubbed = self.cache.rows["key"], self.cache.state[0]["key_of_sequence"]
         for row, source in moves.items():
-            start, length = self.held[source]
-            begins = [start * record // self.size for _, record, _ in self.parts]
+            begins = [self.held[source][0] * record // self.size for _, record, _ in self.parts]
             if keys[row] != keys[source] and not is_scrubbed:
                 raise UnsupportedError("asked for tokens of a sequence with another key; reorder those of a key alone")
             is_in_front = any(begin < self.used(row, part)[0] for part, begin in enumerate(begins))
-            if self.held[row][1] and start < length and is_in_front:
+            if self.held[row][1] and is_in_front:
                 raise UnsupportedError(
                     "asked for tokens in front of those that a sequence still has (release_before); fork the other "
                     "sequence, and free this one"

@@ -291,7 +291,7 @@ def use_tokens(cache: int, row: int, tokens: int) -> None:
     c = view(cache, 1, CACHE)[0]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     for part in range(c.ranges):
-        end = pages_for(cache, part, tokens + c.overread) if tokens > r.start else 0
+        end = pages_for(cache, part, tokens + c.overread) if tokens else 0
         first = min(page_of(cache, part, r.start), end)
         use(cache, row, part, fit(cache, row, part, first, 0), fit(cache, row, part, end, 1))
 

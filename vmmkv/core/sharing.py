@@ -192,7 +192,7 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
         split = share_front(cache, row, part, source, tokens, cursor)
         if cursor:
             cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
-        end = max(pages_for(cache, part, tokens + c.overread) if tokens > start else 0, split)
+        end = max(pages_for(cache, part, tokens + c.overread) if tokens else 0, split)
         singles += end - split
         use(cache, row, part, split, end)
     code = NO_PAGES if is_over(cache) else DONE
@@ -234,7 +234,7 @@ def mapped_anywhere(cache: int, row: int) -> int:
 @inner
 def share_front(cache: int, row: int, part: int, source: int, tokens: int, frames_at: int) -> int:
     """Plans to map the frames that a row shares with the source or the guest. Returns the page behind them."""
-    c, first = view(cache, 1, CACHE)[0], 0
+    c = view(cache, 1, CACHE)[0]
     if frames_at:
         count, page = view(frames_at, 1, np.int64)[0], 0
         frames = view(frames_at, count + 1, np.int64)
@@ -242,14 +242,14 @@ def share_front(cache: int, row: int, part: int, source: int, tokens: int, frame
             page += share_page(cache, row, part, page, frames[index])
     else:
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[source * c.ranges + part]
-        start = view(c.rows_at, c.num_rows + LISTS, ROW)[source].start
-        first = fit(cache, source, part, page_of(cache, part, start), 0)
-        page, split = first, split_page(cache, source, part, tokens)
+        page, split = e.use_first, split_page(cache, source, part, tokens)
         if split > e.shared and page < split:
             track(cache, source, part, split)
             recount(cache, source)
         while page < split:
             page += share_page(cache, row, part, page, frame_at(cache, part, source, page))
+        page = max(page, e.use_first)
+    first = 0 if frames_at else view(c.extents_at, c.num_rows * c.ranges, EXTENT)[source * c.ranges + part].use_first
     if first < page:
         emit_row(cache, SET_READ_ACCESS, row, part, first, page - first, 0)
     return page
