@@ -62,21 +62,20 @@ def main() -> None:
         start = perf_counter()
         pool.trim(before - 1500)
         trimmed = (perf_counter() - start) / 1500 * 1e6
-        live = cache.sequence(400)
+        live = cache.sequence(4)
         start = perf_counter()
         pool.set_limit(pool.word("created") - 400)
         limited = (perf_counter() - start) / 400 * 1e6
-        pool.set_limit(pool.word("created"))
         start = perf_counter()
-        for _ in range(100):
+        for _ in range(50):  # created pages are as many as the limit: each is a parked row's
             live.extend(4)
-        reclaimed = (perf_counter() - start) / 100 * 1e6
+        reclaimed = (perf_counter() - start) / 50 * 1e6
         print(f"{count:6} parked rows: adopt and extend {adopted:.1f} us, free {freed:.1f}, trim {trimmed:.2f} a page, "
               f"set_limit {limited:.2f} a page, grow by a reclaimed page {reclaimed:.1f}")  # fmt: skip
     for rows in (1_000, 100_000):
         pool, cache = Pool(NullDriver(4 * 1024**3, PAGE), 1 << 20), None
         cache = Cache(pool, LAYOUT, rows, 8192, large=False)
-        sequences = [cache.sequence(4 * (10 if rows > 1000 else 1)) for _ in range(rows)]
+        sequences = [cache.sequence(4 * (10 if rows > 1000 else 1)) for _ in range(rows - 2)]
         one = sequences[rows // 2]
         inside = microseconds(lambda: one.extend(0))  # noqa: B023
         page = microseconds(lambda: one.extend(4))  # noqa: B023

@@ -10,14 +10,19 @@ from conftest import ROUNDS, run_python
 from test_compiled import MODES
 
 LIVES = """
+    import gc
     from random import Random
     from core_machine import Machine
 
+    gc.freeze()
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
         machine = Machine(Random(seed), faults=seed % 2 == 0)
         for _ in range(100):
             machine.step()
-            machine.device._raised.clear()  # errors hold sequences that have failed, which are freed behind them
+            machine.device._raised.clear()
+            gc.collect()  # errors hold sequences that could not be started, which are freed behind them
+            for cache in machine.caches:
+                cache.sweep()
             words = "created used committed small larges fresh serial steps done clock hungry settled".split()
             print(*(machine.pool.word(name) for name in words), *(len(each.tokens) for each in sum(machine.models, [])))
         print(sorted(machine.done.items()))
@@ -26,6 +31,7 @@ LIVES = """
 
 
 def test_machine_code_does_what_the_source_says() -> None:
+    """With bounds checks only where there are rounds: Numba compiles all of it then, which takes a minute."""
     seed = str(Random().randrange(1 << 32))
 
     def live(switches: dict[str, str]) -> str:
@@ -33,8 +39,9 @@ def test_machine_code_does_what_the_source_says() -> None:
         assert child.returncode == 0, f"{switches}, seed {seed}: {child.stderr}"
         return child.stdout
 
+    modes = {mode: switches for mode, switches in MODES.items() if mode != "checked" or ROUNDS > 1}
     with ThreadPoolExecutor(2) as pool:
-        told = dict(zip(MODES, pool.map(live, MODES.values())))
+        told = dict(zip(modes, pool.map(live, modes.values())))
     assert told["machine code"].count("\n") == 4 * ROUNDS * 101
-    for mode in MODES:
+    for mode in modes:
         assert told[mode] == told["machine code"], f"{mode} differs, seed {seed}"

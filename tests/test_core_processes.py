@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from random import Random
@@ -184,7 +185,7 @@ class Finalized:
         self.itself = self
 
     def __del__(self) -> None:
-        thread = "mapper" if threading.current_thread().name == "vmmkv-mapper" else "other"
+        thread = "mapper" if threading.get_ident() == self.pool.mapper._ident else "other"
         for name, call in (
             ("free", self.sequence.free),
             ("trim", self.pool.trim),
@@ -202,6 +203,19 @@ class Finalized:
                 pass
 
 
+def test_a_ring_holds_no_lock_of_python_code() -> None:
+    """An interruption in it, or a finalizer that rings, too, would find the lock held for ever."""
+    pool, called = new_pool(), []
+    cache = new_cache(pool, lookahead=9)
+    cache.sequence(1)
+    pool.mapper.ring()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    pool.mapper.ring()
+    sys.setprofile(None)
+    pool.mapper.stop()
+    assert called == ["ring"]
+
+
 def test_finalizers_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of changes and between them, also on the mapper's thread: done or refused; none hangs."""
     random, pool = Random(), new_pool(150)
@@ -210,7 +224,7 @@ def test_finalizers_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     done: Counter[str] = Counter()
 
     def collect() -> None:
-        if random.random() < 0.3 or threading.current_thread().name == "vmmkv-mapper":
+        if random.random() < 0.3 or threading.get_ident() == pool.mapper._ident:
             closed = [cache, new_cache(pool, rows=2)] if not pool.lock._is_owned() else [cache]
             Finalized(pool, closed, done).itself = None  # type: ignore[assignment]
 

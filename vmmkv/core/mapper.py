@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
+from _thread import start_new_thread
 from queue import SimpleQueue
 from time import sleep
 
@@ -37,47 +37,45 @@ class Mapper:
         self._pool = weakref.ref(pool)
         self._bell: SimpleQueue[None] = SimpleQueue()
         """Written in C, so that no signal handler or finalizer comes while a lock of it is held."""
-        self._starting = threading.RLock()
-        self._is_started = self._is_over = False
-        self._thread: threading.Thread | None = None
+        self._alone = threading.Lock()
+        """Held by the thread as long as it lives."""
+        self._is_over = False
+        self._ident = 0
         self._end = weakref.finalize(pool, self.stop)
 
     def ring(self) -> None:
         """Wakes the mapper, which looks for rows that need pages."""
-        if not (self._is_started or self._is_over):
-            self._start()
+        if not (self._ident or self._is_over):
+            start_new_thread(self._work, ())  # Thread.start is Python code, too
         self._bell.put(None)
-
-    def _start(self) -> None:
-        """Starts the thread, also where an interruption came in the middle of that."""
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="vmmkv-mapper", daemon=True)
-            with suppress(RuntimeError):  # a finalizer has been first
-                self._thread.start()
 
     def stop(self) -> None:
         """Ends the mapper after its current change."""
         self._is_over = True
         self._bell.put(None)
-        thread = self._thread
-        if thread is not None and thread.ident and thread is not threading.current_thread():
-            thread.join()
+        if self._ident != threading.get_ident():
+            with self._alone:
+                """The thread has ended."""
 
     def leave(self) -> None:
         """Forgets the thread in a forked child, where it is not."""
         self._end.detach()
 
     def _work(self) -> None:
-        self._is_started = True
-        while not self._is_over:
-            self._bell.get()
-            if (pool := self._pool()) is None:
-                return
-            state = pool.state[0]
-            while state["hungry"] and self._map(pool):
-                pass
-            del pool, state
+        if not self._alone.acquire(blocking=False):  # two were started
+            return
+        self._ident = threading.get_ident()
+        try:
+            while not self._is_over:
+                self._bell.get()
+                if (pool := self._pool()) is None:
+                    return
+                state = pool.state[0]
+                while state["hungry"] and self._map(pool):
+                    pass
+                del pool, state
+        finally:
+            self._alone.release()
 
     def _map(self, pool: Pool) -> bool:
         """Maps until no row needs pages, or a call fails. Returns whether no call has failed. A row that is queued
