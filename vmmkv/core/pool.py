@@ -55,7 +55,10 @@ ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, WAITED, CURRENT = range
 """Places in an `Ask`."""
 NAMES = STEPS | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
 """By kind of a step: the function of the driver's table."""
-NORESERVE = 0x4000
+NORESERVE, CHUNK = 0x4000, 1 << 36
+_chunk: list[Any] = [b"", 0]
+"""The mapping that tables are cut from, and how much of it is used."""
+_cutting = threading.Lock()
 NO_LIMIT_PAGES = 1 << 40
 """The limit, in pages, of an account that may have all of its pool."""
 
@@ -247,9 +250,15 @@ class Pool:
 
 
 def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-    """An array of zeros for the life of the process, which takes memory where it is written to."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
-    array_of = np.frombuffer(mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=flags), dtype, count)
+    """An array of zeros for the life of the process, which takes memory where it is written to. Arrays are cut from few
+    mappings: Linux limits the mappings of a process."""
+    nbytes = -(-max(count * dtype.itemsize, 1) // 64) * 64
+    with _cutting:
+        if _chunk[1] + nbytes > len(_chunk[0]):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+            _chunk[:] = [mmap.mmap(-1, max(nbytes, CHUNK), flags=flags), 0]
+        array_of = np.frombuffer(_chunk[0], dtype, count, _chunk[1])
+        _chunk[1] += nbytes
     keep(array_of)
     return array_of
 
