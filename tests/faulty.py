@@ -85,11 +85,12 @@ class FaultyDriver:
         self._inner_error = inner.error
         self._originals: Words = {}
         self._callbacks: Words = {}
+        vars(inner)["callbacks"] = self._callbacks  # which may be called as long as it lives
         for name in self.functions:
             self._replace(name)
         for name in self.methods:
             if any(name in vars(base) for base in type(self).__mro__):
-                setattr(inner, name, _weak(self, name))
+                setattr(inner, name, _weak(self, name, inner))
 
     def _replace(self, name: str) -> None:
         kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])
@@ -261,12 +262,15 @@ class FaultyDriver:
         assert self.writable.issuperset(pages), "filled a page that may not be written"
 
 
-def _weak(owner: object, name: str) -> Any:
-    """A method of an object that does not keep the object; `is_gone` says whether it is."""
+def _weak(owner: object, name: str, inner: object = None) -> Any:
+    """A method of an object that does not keep the object; `is_gone` says whether it is. The inner driver's own method
+    takes its place then."""
     reference = weakref.ref(owner)
 
     def method(*args: Any) -> Any:
-        return getattr(reference(), name)(*args)
+        if (there := reference()) is not None:
+            return getattr(there, name)(*args)
+        return getattr(type(inner), name)(inner, *args)
 
     method.is_gone = lambda: reference() is None  # type: ignore[attr-defined]
     return method

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from sys import is_finalizing
 from typing import Any
@@ -567,6 +567,16 @@ class Cache:
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
         if self.pool.change(Ask(), entries.plan_close, self.address) == TAKEN:
             raise BusyError("another thread is in the middle of a change; close the cache behind that")
+
+    def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
+        """Closes a cache that nothing holds any more; where that is not possible now, the pool's next change does. When
+        the interpreter ends, memory goes with the process."""
+        if ends() or "account" not in vars(self):  # or it was not made whole
+            return
+        try:
+            self.close()
+        except VmmkvError:
+            self.pool.unclosed.append(self)
 
 
 class Batch:

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable
 from sys import is_finalizing
 from typing import Any
@@ -93,6 +94,8 @@ class Pool:
         """Held while a copy is in the staging range; taken before `lock`."""
         self.mapper: Any = None
         """The mapper of the pool, if it has one; an object with a method `ring`."""
+        self.unclosed: deque[Any] = deque()
+        """Caches that nothing holds, and that could not be closed."""
         self.most = max(driver.memory_info()[1] // driver.page_size, pages)
         """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
         capacity = 2 * self.most + 64
@@ -136,6 +139,8 @@ class Pool:
         lock, error = self.lock, None
         if lock._is_owned() or is_finalizing():
             raise busy()
+        if self.unclosed:
+            self._close_again()
         ask.words[CURRENT] = self.current_handle()
         while True:
             with lock:
@@ -152,6 +157,13 @@ class Pool:
         if code in (NO_PAGES, CAPTURED, FULL, DEAD):
             raise self.error(code, ask)
         return code
+
+    def _close_again(self) -> None:
+        """Closes caches that could not be closed when they were collected."""
+        left = [*self.unclosed]
+        self.unclosed.clear()
+        for each in left:
+            each.__del__()
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
