@@ -24,8 +24,9 @@ import typer
 from vmmkv import KVCache, KVLayout
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
-from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core.cache import Cache
 from vmmkv.core.pool import LARGE, Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.driver.host import NullDriver
 from vmmkv.driver.table import FUNCTIONS

@@ -19,9 +19,10 @@ from faulty import CALLS
 from simulated_device import SimulatedDevice, Stream
 
 from vmmkv.core import entries
-from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core.cache import Cache
 from vmmkv.core.check import check, table_entry
 from vmmkv.core.pool import Ask, Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.core.tables import NOTE
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError, UseAfterFreeError, VmmkvError
 from vmmkv.layout import KVLayout

@@ -10,10 +10,11 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver
 
-from vmmkv.core import entries
-from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core import entries, unsharing
+from vmmkv.core.cache import Cache
 from vmmkv.core.check import check, table_entry
 from vmmkv.core.pool import LARGE, Ask, Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import Driver
 from vmmkv.layout import KVLayout
 
@@ -97,7 +98,7 @@ def check_mapped(pool: Pool, driver: FaultyDriver, *caches: Cache) -> None:
 def given_up(pool: Pool, cache: Cache) -> None:
     """Gives up a copy that an interruption left in the staging range, as the next copy would."""
     with pool.copying:
-        cache._unstage()
+        unsharing.unstage(cache.pool)
 
 
 def tickets_of(rows: list[Row]) -> array[int]:

@@ -181,16 +181,18 @@ def test_threads_load_one_copy() -> None:
 
 LOADING = """
     import threading
+    from vmmkv.compiled import code
     from vmmkv.driver import entries
 
-    linked, link = [], entries.link
+    linked, link = [], code.link
+    names = [function.__name__ for function in entries.ENTRIES]
 
     def counted(*arguments):
         linked.append(link(*arguments))
         return linked[-1]
 
-    entries.link = counted
-    threads = [threading.Thread(target=getattr, args=(entries, name)) for name in entries.NAMES]
+    code.link = counted
+    threads = [threading.Thread(target=getattr, args=(entries, name)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -14,9 +14,10 @@ from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
-from vmmkv.core import entries
-from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core import entries, unsharing
+from vmmkv.core.cache import Cache
 from vmmkv.core.pool import SLOTS, Ask, Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.driver.host import NullDriver
 from vmmkv.errors import (
     ArgumentError,
@@ -270,14 +271,14 @@ def test_other_pages_are_shared_while_a_copy_is_made(monkeypatch: pytest.MonkeyP
     cache = new_cache(pool)
     row = filled(cache)
     forks = [Row(cache.share(row.sequence, 8), row.tokens[:8])]
-    wait = cache._wait_for_row
+    wait = unsharing.wait_for_row
 
-    def fork_meanwhile(ticket: int) -> None:
+    def fork_meanwhile(cache: Cache, ticket: int) -> None:
         if len(forks) < 2:
             forks.append(Row(row.sequence.fork(), list(row.tokens)))
-        wait(ticket)
+        wait(cache, ticket)
 
-    monkeypatch.setattr(cache, "_wait_for_row", fork_meanwhile)
+    monkeypatch.setattr(unsharing, "wait_for_row", fork_meanwhile)
     cache.part(row.sequence.ticket, 0)
     assert len(forks) == 2
     check_all(pool, cache)

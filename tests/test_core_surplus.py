@@ -11,8 +11,9 @@ from conftest import small_driver
 from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.core.cache import Cache, Sequence
+from vmmkv.core.cache import Cache
 from vmmkv.core.pool import Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.errors import DriverError, OutOfPagesError
 
 LAYOUT = vmmkv.KVLayout(1, 1, 128, torch.float32)

@@ -15,7 +15,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -52,6 +53,23 @@ def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[A
         return list(entries)
     addresses = load(_find(library, digest(sources)), [function.__name__ for function in entries])
     return [_prototype(function)(address) for function, address in zip(entries, addresses)]
+
+
+def on_first_use(library: str, entries: Sequence[Any], sources: Sequence[str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a library: links its entries when the first is needed, so that importing the package stays
+    fast. It links them once: a second copy would have its own `static` words."""
+    names, linking = [function.__name__ for function in entries], threading.Lock()
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {library!r} has no attribute {name!r}")
+        found = vars(sys.modules[library])
+        with linking:
+            if name not in found:
+                found.update(zip(names, link(library, entries, sources)))
+        return found[name]
+
+    return find
 
 
 def address_of(function: Any) -> int:

@@ -5,7 +5,8 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import FREE
-from .journal import begin, close, emit, settle
+from .booking import settle
+from .journal import begin, close, emit
 from .tables import ACCOUNT, ASK, CACHE, DONE, FULL, LISTS, LIVE, NO_LIMIT, POOL, RANGE, ROW, STEP, TAKEN
 
 

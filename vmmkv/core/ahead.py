@@ -5,8 +5,9 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
+from .booking import refuse, settle
 from .growth import larges_for
-from .journal import begin, close, emit_row, first_unfilled, plan_fill, plan_pages, refuse, settle
+from .journal import begin, close, emit_row, first_unfilled, plan_fill, plan_pages
 from .reclaim import IDLE, supply
 from .rows import page_of, pages_for
 from .streams import is_captured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from ..driver.fence import Fence, wait_for_device
+from ..driver.driver import handle_of
+from ..driver.fence import wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
-    OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,
-    SequenceTooLongError,
     UseAfterFreeError,
     VmmkvError,
 )
 from ..layout import KVLayout
-from . import entries
+from . import entries, unsharing
+from .batch import Batch
 from .mapper import Mapper
 from .pool import (
     ASKED,
@@ -32,15 +31,13 @@ from .pool import (
     LARGE,
     NO_LIMIT_PAGES,
     ROW_AT,
-    SLOTS_AT,
-    TICK,
     Ask,
     Pool,
     at,
-    busy,
     record,
     zeros,
 )
+from .sequence import Sequence, Watch, check_tokens, gone, no_token, too_long
 from .tables import (
     BROKEN,
     CACHE,
@@ -64,95 +61,8 @@ from .tables import (
     TWICE,
 )
 
-
-class Watch(weakref.ref["Sequence"]):
-    """A weak reference to a sequence, queued for `sweep` when the sequence is collected."""
-
-    __slots__ = ("cell",)
-    cell: array[int]
-
-
-class Sequence:
-    """A sequence of a `Cache`: a row's owner number and the row, in one integer."""
-
-    __slots__ = ("__weakref__", "cache", "cell")
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache, self.cell = cache, array("q", (0,))
-        watch = Watch(self, cache._dead.append)
-        watch.cell = self.cell
-        cache._watches.add(watch)
-
-    @property
-    def ticket(self) -> int:
-        """The ticket: its name in compiled code."""
-        return self.cell[0]
-
-    @property
-    def row(self) -> int:
-        """Its row."""
-        return self.record_index()
-
-    def record_index(self) -> int:
-        """The row. Raises `UseAfterFreeError`."""
-        ticket = self.cell[0]
-        row = ticket & ROW_MASK
-        if not ticket or self.cache.owners[row] != ticket >> ROW_BITS:
-            raise gone()
-        return row
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, including those before `start`."""
-        return int(self.cache.lengths[self.record_index()])
-
-    @property
-    def start(self) -> int:
-        """The first token that it still has."""
-        return int(self.cache.starts[self.record_index()])
-
-    @property
-    def capacity(self) -> int:
-        """The length up to which it grows without a driver call."""
-        return int(self.cache.capacities[self.record_index()])
-
-    def extend(self, tokens: int) -> None:
-        """Makes room for more tokens: see `Cache.extend`."""
-        cache = self.cache
-        check_tokens(tokens, cache.max_seq_len)
-        code = entries.grow_one(cache.address, self.cell[0], tokens, -1)
-        if code == RING:
-            cache.pool.ring()
-        elif code != DONE:
-            cache.grow(self.cell.buffer_info()[0], 1, tokens)
-
-    def extend_in_place(self, tokens: int, held: int = -1) -> bool:
-        """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
-        check_tokens(tokens, self.cache.max_seq_len)
-        code = entries.grow_one(self.cache.address, self.cell[0], tokens, held)
-        if code == RING:
-            self.cache.pool.ring()
-        return code >= DONE
-
-    def truncate(self, tokens: int) -> None:
-        """Drops tokens from one on. Raises `ValueError` for one that it does not have."""
-        self.cache.keep(self, -1, check_tokens(tokens, self.cache.max_seq_len))
-
-    def release_before(self, token: int) -> None:
-        """Drops tokens in front of one. Raises `ValueError` for one that it does not have."""
-        self.cache.keep(self, check_tokens(token, self.cache.max_seq_len), -1)
-
-    def fork(self) -> Sequence:
-        """Starts a sequence with the same tokens."""
-        return self.cache.share(self, self.length)
-
-    def record_stream(self, stream: Any) -> None:
-        """Names a stream that uses the sequence."""
-        self.cache.record_stream(self, stream)
-
-    def free(self) -> None:
-        """Ends the sequence."""
-        self.cache.free((self,))
+KEYS = 1 << 62
+"""Keys are below this."""
 
 
 class Cache:
@@ -211,8 +121,10 @@ class Cache:
         self._link_rows()
         self.owners, self.lengths = self.rows["owner"], self.rows["length"]
         self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
-        self._dead: deque[Watch] = deque()
-        self._watches: set[Watch] = set()
+        self.dead: deque[Watch] = deque()
+        """Watches of sequences that were collected, and are to be freed: see `sweep`."""
+        self.watches: set[Watch] = set()
+        """Those of all sequences."""
         self.account = pool.opened(
             entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved
         )
@@ -234,7 +146,7 @@ class Cache:
         self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None, avoid: int = -1
     ) -> Sequence:
         """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
-        if self._dead:
+        if self.dead:
             self.sweep()
         check_tokens(tokens, self.max_seq_len)
         check_tokens(expected, self.max_seq_len)
@@ -281,14 +193,14 @@ class Cache:
 
     def sweep(self) -> None:
         """Ends sequences that were collected."""
-        for watch in list(self._dead):
+        for watch in list(self.dead):
             ask = Ask()
             code = entries.free(self.address, watch.cell.buffer_info()[0], 1, self.pool.current_handle(), ask.address)
             if code < 0:  # a graph is being captured: later
                 return
             with suppress(ValueError):  # another thread has been first
-                self._dead.remove(watch)
-            self._watches.discard(watch)
+                self.dead.remove(watch)
+            self.watches.discard(watch)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences, with one fence for all. Sequences that were freed are ignored.
@@ -297,14 +209,14 @@ class Cache:
             StreamCaptureError: a CUDA graph is being captured on one of their streams. No sequence has ended.
         """
         batch, ask = list(sequences), Ask()
-        self._check_own(batch)
+        self.check_own(batch)
         tickets = array("q", [each.cell[0] for each in batch])
         address, count = tickets.buffer_info()
         code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
         if code < 0:
             raise self.pool.error(code, ask)
 
-    def _check_own(self, sequences: Iterable[Sequence]) -> None:
+    def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
         if any(each.cache is not self for each in sequences):
             raise ArgumentError("got a sequence of another cache")
@@ -345,7 +257,7 @@ class Cache:
         self, tickets: int, count: int, each: int, counts: array[int] | None = None, starts: array[int] | None = None
     ) -> None:
         """`extend` for tickets at an address, where pages may have to be mapped; `each` counts without `counts`."""
-        if self._dead:
+        if self.dead:
             self.sweep()
         ask, begins = Ask(), starts.buffer_info()[0] if starts else 0
         arguments = self.address, tickets, count, each, counts.buffer_info()[0] if counts else 0, begins
@@ -369,8 +281,7 @@ class Cache:
 
     def repair(self, ticket: int) -> None:
         """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
-        if self.rows["broken"][ticket & ROW_MASK]:
-            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
+        unsharing.repair(self, ticket)
 
     def part(self, ticket: int, token: int) -> None:
         """Makes a row the only one with its pages from a token on, a frame at a time."""
@@ -379,68 +290,7 @@ class Cache:
 
     def part_from(self, ticket: int, pages: list[int]) -> None:
         """`part`, from a page of each range on. Raises `OutOfPagesError` where there is no room for all copies."""
-        self._check_copying()
-        ask, firsts = Ask(), array("q", pages)
-        with self.pool.copying:
-            self._unstage()
-            code = entries.can_part(self.address, ticket, firsts.buffer_info()[0], ask.address)
-            if code < 0:
-                raise self.error(code, ask)
-            for part, page in enumerate(pages):
-                while self._part_step(ticket, part, page):
-                    pass
-
-    def _check_copying(self) -> None:
-        """Raises `BusyError` where the thread is in the middle of `part`, or the interpreter ends."""
-        if self.pool.copying._is_owned() or is_finalizing():
-            raise busy()
-
-    def _part_step(self, ticket: int, part: int, page: int) -> bool:
-        """Makes one step of `part`. Returns whether there may be more."""
-        ask, before = Ask(), self.shared_end(ticket, part)
-        try:
-            code = self.pool.change(ask, entries.plan_part, self.address, ticket, part, page)
-        except OutOfPagesError:  # unless parked rows alone have the frame, too
-            if self.pool.change(Ask(), entries.plan_retired, self.pool.address, 1 << 40) == GONE:
-                raise
-            return True
-        if code == GONE:
-            raise gone()
-        if code == BROKEN:
-            self.repair(ticket)
-            return True
-        if ask.words[ROW_AT]:
-            try:
-                self._wait_for_row(ticket)
-                code = self.pool.change(Ask(), entries.plan_swap, self.address, ticket, part)
-            except BaseException:
-                with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
-                    self.repair(ticket)
-                with suppress(VmmkvError):  # else the next copy does it
-                    self._unstage()
-                raise
-            if code < 0:
-                self._unstage()
-                return True
-        return self.shared_end(ticket, part) > max(page, 0) and self.shared_end(ticket, part) != before
-
-    def shared_end(self, ticket: int, part: int) -> int:
-        """The page below which a row's pages may be shared."""
-        return int(self.extents[(ticket & ROW_MASK) * len(self.ranges) + part]["shared"])
-
-    def _unstage(self) -> None:
-        """Drops a copy that was left in the staging range."""
-        if self.pool.word("staged"):
-            wait_for_device(self.pool.driver)
-            self.pool.change(Ask(), entries.plan_unstage, self.pool.address)
-
-    def _wait_for_row(self, ticket: int) -> None:
-        """Waits for all work on a row."""
-        ask = Ask()
-        code = entries.fence(self.address, ticket, ask.address)
-        if code < 0:
-            raise gone() if code == GONE else self.pool.error(code, ask)
-        Fence(self.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
+        unsharing.part_from(self, ticket, pages)
 
     def keep(self, sequence: Sequence, start: int, length: int) -> None:
         """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is."""
@@ -468,7 +318,7 @@ class Cache:
         """
         check_tokens(tokens, self.max_seq_len)
         if isinstance(source, Sequence):
-            self._check_own((source,))
+            self.check_own((source,))
             row, given = source.record_index(), source.ticket
             key = int(self.rows["key"][row])
         else:
@@ -510,8 +360,6 @@ class Cache:
 
     def record_stream(self, sequence: Sequence, stream: Any) -> None:
         """Names a stream that uses a sequence."""
-        from ..driver.driver import handle_of
-
         ask = Ask()
         code = entries.record_stream(self.address, sequence.ticket, handle_of(stream), ask.address)
         if code < 0:
@@ -547,13 +395,13 @@ class Cache:
             StreamCaptureError, DriverError: some memory is there still.
             BusyError: the thread is in the middle of another change.
         """
-        self._check_copying()
+        unsharing.check_copying(self.pool)
         with self.pool.copying:
             if not self.ranges["address"].any():
                 return
             self.state[0]["closed"] = 1
             wait_for_device(self.pool.driver)
-            self._unstage()
+            unsharing.unstage(self.pool)
         rows = np.flatnonzero(self.owners[: self.max_sequences])
         tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
         ask = Ask()
@@ -577,85 +425,3 @@ class Cache:
             self.close()
         except VmmkvError:
             self.pool.unclosed.append(self)
-
-
-class Batch:
-    """Sequences that grow together: an engine adds and removes them as requests come and go.
-
-    Args:
-        cache: the cache of all of them.
-        sequences: the first ones.
-    """
-
-    def __init__(self, cache: Cache, sequences: Iterable[Sequence] = ()) -> None:
-        self.cache, self._ask = cache, Ask()
-        self.sequences = list(sequences)
-        cache._check_own(self.sequences)
-        self._list()
-
-    def _list(self) -> None:
-        """Lists the tickets of the sequences."""
-        self._tickets = array("q", [each.cell[0] for each in self.sequences])
-        self._at, self._count = self._tickets.buffer_info()
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(self, sequence: Sequence) -> None:
-        """Adds a sequence at the end."""
-        self.cache._check_own((sequence,))
-        self._count = -1  # until the list is right: an interruption may come
-        self.sequences.append(sequence)
-        self._list()
-
-    def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence; the last one takes its place."""
-        index = self.sequences.index(sequence)
-        self._count = -1
-        self.sequences[index:] = [self.sequences[-1], *self.sequences[index + 1 : -1]][
-            : len(self.sequences) - index - 1
-        ]
-        self._list()
-
-    def extend(self, tokens: int = 1) -> None:
-        """Makes room for as many more tokens in each of them: in all or none. Errors are those of `Cache.extend`."""
-        if self._count < 0:  # an interruption came before the list was right
-            self._list()
-        check_tokens(tokens, self.cache.max_seq_len)
-        code = entries.grow(self.cache.address, self._at, self._count, tokens, 0, self._ask.address)
-        if code == RING:
-            self.cache.pool.ring()
-        elif code != DONE:
-            self.cache.grow(self._at, self._count, tokens)
-
-
-KEYS = 1 << 62
-"""Keys are below this."""
-
-
-def no_token() -> ValueError:
-    """What is raised for tokens that a sequence does not have."""
-    return ValueError("asked for tokens that the sequence does not have")
-
-
-def check_tokens(tokens: int, most: int) -> int:
-    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
-
-    Raises:
-        ValueError, SequenceTooLongError: it is negative, or more.
-    """
-    if tokens < 0:
-        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
-    if tokens > most:
-        raise too_long(tokens, most)
-    return tokens
-
-
-def gone() -> UseAfterFreeError:
-    """The error for a sequence that has ended."""
-    return UseAfterFreeError("the sequence was freed; start a new one")
-
-
-def too_long(length: int, most: int) -> SequenceTooLongError:
-    """The error for a sequence that would outgrow its row."""
-    return SequenceTooLongError(f"asked for {length} tokens; a row is max_seq_len={most} long")

@@ -5,6 +5,7 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
+from .booking import refuse, settle
 from .journal import (
     begin,
     close,
@@ -15,14 +16,13 @@ from .journal import (
     plan_length,
     plan_pages,
     plan_unmap,
-    refuse,
-    settle,
 )
 from .reclaim import ALL, is_idle, supply
 from .rows import (
     available,
     copies_of,
     is_over,
+    left_for,
     page_of,
     pages_for,
     place,
@@ -34,7 +34,6 @@ from .rows import (
 )
 from .streams import is_captured
 from .tables import (
-    ACCOUNT,
     ASK,
     BROKEN,
     CACHE,
@@ -119,12 +118,11 @@ def grow_inside(cache: int, tickets_at: int, count: int) -> int:
         return NEEDS
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].room:
-            ring |= set_length(cache, row, rows[row].target)
+        is_onto_pages = rows[row].target > rows[row].room
+        ring |= set_length(cache, row, rows[row].target)
+        if is_onto_pages:
             recount(cache, row)
             place(cache, row)
-        else:
-            ring |= set_length(cache, row, rows[row].target)
     return RING if ring else DONE
 
 
@@ -162,11 +160,11 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
         if is_over(cache):
             use_tokens(cache, row, r.length)
             return NEEDS
-        ring = set_length(cache, row, target)
+    ring = set_length(cache, row, target)
+    if target > r.room:
         recount(cache, row)
         place(cache, row)
-        return RING if ring else DONE
-    return RING if set_length(cache, row, target) else DONE
+    return RING if ring else DONE
 
 
 # ---------------------------------------------------------------------- onto pages
@@ -197,7 +195,7 @@ def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
 
 
 @inner
-def use_targets(cache: int, tickets_at: int, count: int, allow_large: int, tell: int) -> int:
+def use_targets(cache: int, tickets_at: int, count: int, allow_large: int) -> int:
     """Makes rows use the pages of their targets. Returns the number of single pages that they lack, plus `1 << 32`
     times the number of large frames."""
     c, singles, larges = view(cache, 1, CACHE)[0], 0, 0
@@ -308,13 +306,13 @@ def can_part_all(cache: int, tickets_at: int, count: int, ask: int) -> int:
     """`PART`, or `NO_PAGES`: there is no room for what rows will use, and for copies of what others read there."""
     c, asked, copies, before = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], 0, available(cache)
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
-    use_targets(cache, tickets_at, count, 0, 0)
+    use_targets(cache, tickets_at, count, 0)
     for index in range(count):
         row = tickets[index] & ROW_MASK
         for part in range(c.ranges):
             if rows[row].target > rows[row].length:
                 copies += copies_of(cache, row, part, page_of(cache, part, rows[row].length))
-    left = available_after(cache) - copies
+    left = left_for(cache) - copies
     unuse_targets(cache, tickets_at, count)
     asked.asked, asked.available = before - left, before
     return NO_PAGES if left < 0 else PART
@@ -341,19 +339,19 @@ def begin_at(cache: int, row: int, start: int, ask: int) -> int:
 def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
     """Plans to map the pages that rows lack for their targets. The journal is open; a refusal closes it."""
     c = view(cache, 1, CACHE)[0]
-    pool, asked, level = c.pool, view(ask, 1, ASK)[0], ALL
+    pool, asked = c.pool, view(ask, 1, ASK)[0]
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
     before = available(cache)
-    need = use_targets(cache, tickets_at, count, 1, 0)
+    need = use_targets(cache, tickets_at, count, 1)
     if is_over(cache):
         unuse_targets(cache, tickets_at, count)
-        need = use_targets(cache, tickets_at, count, 0, 0)
+        need = use_targets(cache, tickets_at, count, 0)
     if is_over(cache):
-        missing = before - available_after(cache)
+        missing = before - left_for(cache)
         unuse_targets(cache, tickets_at, count)
         asked.asked, asked.available = missing, before
         return refuse(pool, NO_PAGES, ask)
-    larges = supply(pool, need & 0xFFFFFFFF, need >> 32, level, ask)
+    larges = supply(pool, need & 0xFFFFFFFF, need >> 32, ALL, ask)
     if larges < 0:
         unuse_targets(cache, tickets_at, count)
         return refuse(pool, larges, ask)
@@ -372,12 +370,3 @@ def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
         if rows[row].target > rows[row].length:
             plan_length(cache, row, rows[row].start, rows[row].target)
     return serial
-
-
-@inner
-def available_after(cache: int) -> int:
-    """Pages that a cache may begin to use, negative if it uses too many."""
-    c = view(cache, 1, CACHE)[0]
-    p = view(c.pool, 1, POOL)[0]
-    a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]
-    return min(a.limit - a.used, p.budget - p.committed + max(a.used, a.reserved) - a.used)

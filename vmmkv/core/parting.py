@@ -10,8 +10,9 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..driver.table import SET_ACCESS
-from .frames import take
-from .journal import WITHOUT_FRAME, begin, close, emit, emit_row, plan_unmap, refuse, settle
+from .booking import WITHOUT_FRAME, refuse, settle
+from .frames import is_gain, take
+from .journal import begin, close, emit, emit_row, plan_unmap
 from .reclaim import ALL, is_idle, supply, supply_large
 from .rows import available, charge, copies_of, frame_at, place, recount, row_of, track
 from .streams import fence_row, is_captured
@@ -38,14 +39,6 @@ from .tables import (
     UNSTAGE,
     WAIT,
 )
-
-
-@inner
-def is_sole(pool: int, frame: int) -> int:
-    """Whether a frame is in one row only, and no guest holds it."""
-    p = view(pool, 1, POOL)[0]
-    f = view(p.frames_at, p.capacity, FRAME)[frame]
-    return 1 if f.refs == 1 and f.held == 0 else 0
 
 
 @entry
@@ -89,7 +82,7 @@ def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
     while e.shared > page:
         frame = frame_at(cache, part, row, e.shared - 1)
         pages = view(p.frames_at, p.capacity, FRAME)[frame].pages
-        if not is_sole(c.pool, frame):
+        if not is_gain(c.pool, frame):
             return plan_copy(cache, row, part, e.shared - pages, pages, ask)
         if e.shared - pages < e.readonly:
             begin(c.pool)

@@ -52,7 +52,7 @@ SLOTS = 256
 TRIMMED = 1024
 """Pages that one change of `trim` gives back."""
 WORDS = len(ASK.names or ())
-ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, WAITED, CURRENT = range(SCRATCH, SCRATCH + 9)
+ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, CURRENT = range(SCRATCH, SCRATCH + 8)
 """Places in an `Ask`."""
 NAMES = STEPS | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
 """By kind of a step: the function of the driver's table."""
@@ -169,7 +169,6 @@ class Pool:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
         if code == WAIT:
             Fence(self.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
-            ask.words[WAITED] = 1
         elif code == SHORT:
             missing = ask.words[ASKED]
             if self.change(Ask(), entries.plan_retired, self.address, missing) != GONE:

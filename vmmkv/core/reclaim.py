@@ -7,8 +7,9 @@ from ..compiled.native import view
 from ..driver.running import enter
 from ..driver.running import leave as leave_context
 from ..driver.table import CREATE, RELEASE, UNMAP
+from .booking import settle
 from .frames import is_gain, number, push_gained, take
-from .journal import begin, close, emit, plan_unmap, settle
+from .journal import begin, close, emit, plan_unmap
 from .rows import fit, frame_at, link_old, pages_for, span_at, unlink_old
 from .streams import pending_slots
 from .tables import (
@@ -45,7 +46,7 @@ def is_idle(cache: int, row: int, ask: int) -> int:
         return 1
     driver = view(c.pool, 1, POOL)[0].driver
     if enter(driver, ask) == 0:
-        r.slots = pending_slots(driver, r.slots, r.tick, ask)
+        r.slots = pending_slots(driver, r.slots, r.tick)
         leave_context(driver, ask)
     if r.slots and a.slots == 0:
         a.slots, a.tick = r.slots, r.tick
@@ -164,11 +165,13 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
         if caches[index]:
             c = view(caches[index], 1, CACHE)[0]
             rows = view(c.rows_at, c.num_rows + LISTS, ROW)
-            row = rows[c.num_rows + RETIRED].next
-            while row < c.num_rows and gained < wanted:
+            row, waiting = rows[c.num_rows + RETIRED].next, 0
+            while row < c.num_rows and gained < wanted and waiting < MOST_WAITING:
                 following = rows[row].next
                 if is_idle(caches[index], row, ask):
                     gained += take_parked(caches[index], row, p.capacity * p.large)
+                else:
+                    waiting += 1
                 row = following
     if p.steps:
         return close(pool)
@@ -230,7 +233,7 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
     """Plans to have so many free frames of one page and large ones; single frames replace large ones that cannot be
     had. Returns the number of large frames; or `WAIT` or `SHORT`, with the missing pages in `ask.asked`."""
     p = view(pool, 1, POOL)[0]
-    wanted, creatable, _plenty = singles + larges * p.large, can_create(pool, ask), 0
+    wanted, creatable = singles + larges * p.large, can_create(pool, ask)
     missing = wanted - p.small - p.gained - (p.larges + p.gained_large) * p.large - creatable
     if missing > 0:
         missing -= reclaim(pool, missing, level, ask)

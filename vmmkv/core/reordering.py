@@ -17,8 +17,9 @@ import torch
 from ..driver.fence import wait_for_device
 from ..errors import DriverOutOfMemoryError, OutOfRangeError, UnsupportedError, VmmkvError
 from . import entries
-from .cache import Cache, Sequence
+from .cache import Cache
 from .pool import FRESH, LARGE, ROW_AT, Ask
+from .sequence import Sequence
 
 ASIDE = -1
 """Stands for the row of which a part is kept aside."""

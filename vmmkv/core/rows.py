@@ -225,12 +225,18 @@ def is_over(cache: int) -> int:
 
 
 @inner
-def available(cache: int) -> int:
-    """Pages that a cache may begin to use."""
+def left_for(cache: int) -> int:
+    """Pages that a cache may begin to use; negative, the pages that it uses too much."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]
-    return max(min(a.limit - a.used, p.budget - p.committed + max(a.used, a.reserved) - a.used), 0)
+    return min(a.limit - a.used, p.budget - p.committed + max(a.used, a.reserved) - a.used)
+
+
+@inner
+def available(cache: int) -> int:
+    """Pages that a cache may begin to use."""
+    return max(left_for(cache), 0)
 
 
 @inner

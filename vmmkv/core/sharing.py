@@ -7,20 +7,9 @@ from ..compiled.native import view
 from ..driver.running import enter
 from ..driver.running import leave as leave_context
 from ..driver.table import MAP, SET_ACCESS, SET_READ_ACCESS
+from .booking import refuse, settle
 from .frames import take
-from .journal import (
-    begin,
-    close,
-    emit_row,
-    must_fill,
-    plan_fill,
-    plan_length,
-    plan_map,
-    plan_unmap,
-    refuse,
-    settle,
-    use_source,
-)
+from .journal import begin, close, emit_row, must_fill, plan_fill, plan_length, plan_map, plan_unmap, use_source
 from .reclaim import ALL, is_idle, supply
 from .rows import (
     add_user,

@@ -8,7 +8,8 @@ from ..driver.fencing import SLOTS, STREAM
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
 from ..driver.table import DRIVER
-from .journal import begin, close, plan_unmap, settle
+from .booking import settle
+from .journal import begin, close, plan_unmap
 from .reclaim import is_idle
 from .rows import (
     available,
@@ -54,8 +55,8 @@ from .tables import (
     WAIT,
 )
 
-FREED, CUT, EMPTIED = 1, 2, 3
-"""Kinds of notes for a guest: a sequence has ended; a sequence was cut to a length; a row has lost its pages."""
+FREED, CUT = 1, 2
+"""Kinds of notes for a guest: a sequence has ended; a sequence was cut to a length."""
 CANDIDATES = 8
 """Parked rows of a size that `choose` looks at."""
 
@@ -66,8 +67,7 @@ def note(cache: int, kind: int, row: int, owner: int, tokens: int) -> None:
     c = view(cache, 1, CACHE)[0]
     if not c.guest:
         return
-    place_at = c.ring_head % c.ring_size
-    n = view(c.ring_at, c.ring_size, NOTE)[place_at]
+    n = view(c.ring_at, c.ring_size, NOTE)[c.ring_head % c.ring_size]
     n.kind, n.row, n.owner, n.tokens = kind, row, owner, tokens
     c.ring_head += 1
 
@@ -79,7 +79,7 @@ def is_near(cache: int, row: int, slot: int, ask: int) -> int:
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     only = 1 << slot if slot >= 0 else 0
     if r.slots & ~only:
-        r.slots = pending_slots(view(c.pool, 1, POOL)[0].driver, r.slots, r.tick, ask)
+        r.slots = pending_slots(view(c.pool, 1, POOL)[0].driver, r.slots, r.tick)
     return 1 if r.slots & ~only == 0 else 0
 
 
@@ -191,9 +191,7 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
         return NEEDS
     if rows[row].list != VACANT_ROWS and (rows[row].key != key or c.key_of_sequence):
         return NEEDS
-    if is_near(cache, row, slot, ask):
-        return DONE
-    if slot < 0:
+    if slot < 0 or is_near(cache, row, slot, ask):
         return DONE
     d = view(driver, 1, DRIVER)[0]
     if captured(driver, view(d.streams_at, SLOTS, STREAM)[slot].handle, ask):  # it cannot wait for other streams
@@ -313,7 +311,6 @@ def disown(cache: int, row: int) -> None:
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     note(cache, FREED, row, r.owner, r.length)
     for part in range(c.ranges):
-        view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         use(cache, row, part, 0, 0)
     c.tokens -= max(r.length - r.start, 0)
     c.live -= 1
@@ -394,14 +391,3 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     recount(cache, row)
     place(cache, row)
     return DONE
-
-
-@entry
-def expect(cache: int, ticket: int, tokens: int) -> int:
-    """Sets the length that a sequence is expected to have. Returns `DONE`, `RING` or `GONE`."""
-    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
-    if row < 0:
-        return row
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    r.expected = tokens
-    return RING if tokens > r.capacity and c.lookahead and queue_row(cache, row) else DONE

@@ -69,7 +69,7 @@ def record_slots(driver: int, slots: int, current: int, ask: int) -> int:
 
 
 @inner
-def pending_slots(driver: int, slots: int, tick: int, ask: int) -> int:
+def pending_slots(driver: int, slots: int, tick: int) -> int:
     """The slots of a fence whose work has not finished. It needs the context."""
     left = 0
     for slot in range(SLOTS):

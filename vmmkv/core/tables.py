@@ -71,12 +71,11 @@ EXTENT = _record("first ready mapped head_end shared readonly use_first use_end"
 FRAME = _record("handle pages refs held users key place leaving moving uses")
 STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
 ASK = _record(
-    " ".join(f"scratch{index}" for index in range(SCRATCH))
-    + " asked available slots tick row fresh frugal waited current"
+    " ".join(f"scratch{index}" for index in range(SCRATCH)) + " asked available slots tick row fresh frugal current"
 )
 """Numbers beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available, a fence to
-wait for, a row, the new slot of a stream + 1. The caller sets `frugal`: the driver has no memory for new frames;
-`waited`: the caller has waited for the fence; `current`: the handle of the caller's stream."""
+wait for, a row, the new slot of a stream + 1. The caller sets `frugal`, where the driver has no memory for new frames,
+and `current`, the handle of its stream."""
 NOTE = _record("kind row owner tokens")
 """A message to a guest about a row: see `vmmkv.core.guests`."""
 

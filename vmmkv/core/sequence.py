@@ -1,0 +1,132 @@
+"""A sequence: what a user holds of a row."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SequenceTooLongError, UseAfterFreeError
+from . import entries
+from .tables import DONE, RING, ROW_BITS, ROW_MASK
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+class Watch(weakref.ref["Sequence"]):
+    """A weak reference to a sequence, queued for `sweep` when the sequence is collected."""
+
+    __slots__ = ("cell",)
+    cell: array[int]
+
+
+class Sequence:
+    """A sequence of a `Cache`: a row's owner number and the row, in one integer."""
+
+    __slots__ = ("__weakref__", "cache", "cell")
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache, self.cell = cache, array("q", (0,))
+        watch = Watch(self, cache.dead.append)
+        watch.cell = self.cell
+        cache.watches.add(watch)
+
+    @property
+    def ticket(self) -> int:
+        """The ticket: its name in compiled code."""
+        return self.cell[0]
+
+    @property
+    def row(self) -> int:
+        """Its row."""
+        return self.record_index()
+
+    def record_index(self) -> int:
+        """The row. Raises `UseAfterFreeError`."""
+        ticket = self.cell[0]
+        row = ticket & ROW_MASK
+        if not ticket or self.cache.owners[row] != ticket >> ROW_BITS:
+            raise gone()
+        return row
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, including those before `start`."""
+        return int(self.cache.lengths[self.record_index()])
+
+    @property
+    def start(self) -> int:
+        """The first token that it still has."""
+        return int(self.cache.starts[self.record_index()])
+
+    @property
+    def capacity(self) -> int:
+        """The length up to which it grows without a driver call."""
+        return int(self.cache.capacities[self.record_index()])
+
+    def extend(self, tokens: int) -> None:
+        """Makes room for more tokens: see `Cache.extend`."""
+        cache = self.cache
+        check_tokens(tokens, cache.max_seq_len)
+        code = entries.grow_one(cache.address, self.cell[0], tokens, -1)
+        if code == RING:
+            cache.pool.ring()
+        elif code != DONE:
+            cache.grow(self.cell.buffer_info()[0], 1, tokens)
+
+    def extend_in_place(self, tokens: int, held: int = -1) -> bool:
+        """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
+        check_tokens(tokens, self.cache.max_seq_len)
+        code = entries.grow_one(self.cache.address, self.cell[0], tokens, held)
+        if code == RING:
+            self.cache.pool.ring()
+        return code >= DONE
+
+    def truncate(self, tokens: int) -> None:
+        """Drops tokens from one on. Raises `ValueError` for one that it does not have."""
+        self.cache.keep(self, -1, check_tokens(tokens, self.cache.max_seq_len))
+
+    def release_before(self, token: int) -> None:
+        """Drops tokens in front of one. Raises `ValueError` for one that it does not have."""
+        self.cache.keep(self, check_tokens(token, self.cache.max_seq_len), -1)
+
+    def fork(self) -> Sequence:
+        """Starts a sequence with the same tokens."""
+        return self.cache.share(self, self.length)
+
+    def record_stream(self, stream: Any) -> None:
+        """Names a stream that uses the sequence."""
+        self.cache.record_stream(self, stream)
+
+    def free(self) -> None:
+        """Ends the sequence."""
+        self.cache.free((self,))
+
+
+def no_token() -> ValueError:
+    """What is raised for tokens that a sequence does not have."""
+    return ValueError("asked for tokens that the sequence does not have")
+
+
+def check_tokens(tokens: int, most: int) -> int:
+    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
+
+    Raises:
+        ValueError, SequenceTooLongError: it is negative, or more.
+    """
+    if tokens < 0:
+        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+    if tokens > most:
+        raise too_long(tokens, most)
+    return tokens
+
+
+def gone() -> UseAfterFreeError:
+    """The error for a sequence that has ended."""
+    return UseAfterFreeError("the sequence was freed; start a new one")
+
+
+def too_long(length: int, most: int) -> SequenceTooLongError:
+    """The error for a sequence that would outgrow its row."""
+    return SequenceTooLongError(f"asked for {length} tokens; a row is max_seq_len={most} long")

@@ -1,0 +1,101 @@
+"""Pages that a row has alone: the steps of `vmmkv.core.parting`, and the waits between them."""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import suppress
+from sys import is_finalizing
+from typing import TYPE_CHECKING
+
+from ..driver.fence import Fence, wait_for_device
+from ..errors import OutOfPagesError, VmmkvError
+from . import entries
+from .pool import NO_LIMIT_PAGES, ROW_AT, SLOTS_AT, TICK, Ask, Pool, busy
+from .sequence import gone
+from .tables import BROKEN, GONE, ROW_MASK
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+def repair(cache: Cache, ticket: int) -> None:
+    """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
+    if cache.rows["broken"][ticket & ROW_MASK]:
+        cache.pool.change(Ask(), entries.plan_repair, cache.address, ticket)
+
+
+def part_from(cache: Cache, ticket: int, pages: list[int]) -> None:
+    """Makes a row the only one with its pages from one on, in each range, a frame at a time. Raises `OutOfPagesError`
+    where there is no room for all copies."""
+    check_copying(cache.pool)
+    ask, firsts = Ask(), array("q", pages)
+    with cache.pool.copying:
+        unstage(cache.pool)
+        code = entries.can_part(cache.address, ticket, firsts.buffer_info()[0], ask.address)
+        if code < 0:
+            raise cache.error(code, ask)
+        for part, page in enumerate(pages):
+            while _step(cache, ticket, part, page):
+                pass
+
+
+def check_copying(pool: Pool) -> None:
+    """Raises `BusyError` where the thread is in the middle of `part_from`, or the interpreter ends."""
+    if pool.copying._is_owned() or is_finalizing():
+        raise busy()
+
+
+def unstage(pool: Pool) -> None:
+    """Drops a copy that was left in the staging range."""
+    if pool.word("staged"):
+        wait_for_device(pool.driver)
+        pool.change(Ask(), entries.plan_unstage, pool.address)
+
+
+def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
+    """Makes one step of `part_from`. Returns whether there may be more."""
+    pool, ask, before = cache.pool, Ask(), _shared_end(cache, ticket, part)
+    try:
+        code = pool.change(ask, entries.plan_part, cache.address, ticket, part, page)
+    except OutOfPagesError:  # unless parked rows alone have the frame, too
+        if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE:
+            raise
+        return True
+    if code == GONE:
+        raise gone()
+    if code == BROKEN:
+        repair(cache, ticket)
+        return True
+    if ask.words[ROW_AT] and not _swap(cache, ticket, part):
+        return True
+    return before != _shared_end(cache, ticket, part) > page
+
+
+def _swap(cache: Cache, ticket: int, part: int) -> bool:
+    """Puts the staged copy in its place. Returns False where other rows share pages of the row meanwhile."""
+    try:
+        wait_for_row(cache, ticket)
+        code = cache.pool.change(Ask(), entries.plan_swap, cache.address, ticket, part)
+    except BaseException:
+        with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
+            repair(cache, ticket)
+        with suppress(VmmkvError):  # else the next copy does it
+            unstage(cache.pool)
+        raise
+    if code < 0:
+        unstage(cache.pool)
+    return code >= 0
+
+
+def _shared_end(cache: Cache, ticket: int, part: int) -> int:
+    """The page below which a row's pages may be shared."""
+    return int(cache.extents[(ticket & ROW_MASK) * len(cache.ranges) + part]["shared"])
+
+
+def wait_for_row(cache: Cache, ticket: int) -> None:
+    """Waits for all work on a row."""
+    ask = Ask()
+    code = entries.fence(cache.address, ticket, ask.address)
+    if code < 0:
+        raise cache.error(code, ask)
+    Fence(cache.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
