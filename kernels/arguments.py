@@ -209,7 +209,7 @@ def make_addressing(block_size: int) -> tuple[Any, Any]:
 
 @inlined
 def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
-    """The sequence whose tokens include this one: the last that begins at it or before."""
+    """The sequence that a token belongs to: the last one that begins at the token or before it."""
     sequence, end = 0, batch
     while end - sequence > 1:
         middle = (sequence + end) // 2

@@ -82,7 +82,7 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         first, length = span(sequence, lengths)
         if length <= 0:
             return 0
-        # A sequence whose queries see none of its tokens has a unit as well, by which its output is written.
+        # A sequence in which no query sees a token still has a unit, which writes the sequence's output.
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
 
     @inlined

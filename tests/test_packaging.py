@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Container
 from functools import cache
@@ -53,6 +54,13 @@ def test_kernels_are_installed_under_vmmkv_only() -> None:
     if "No module named 'vmmkv" in child.stderr:
         pytest.skip("vmmkv is not installed in this environment")
     assert child.stdout == "None vmmkv.kernels\n", child.stderr
+
+
+def test_every_package_is_installed() -> None:
+    """`pyproject.toml` lists them by name."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "vmmkv").rglob("__init__.py")}
+    assert {*listed} == found | {"vmmkv.kernels"}
 
 
 def test_transformers_works_from_the_repository_root() -> None:
