@@ -10,7 +10,7 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver
 
-from vmmkv.core import entries, unsharing
+from vmmkv.core import entries
 from vmmkv.core.cache import Cache
 from vmmkv.core.check import check, table_entry
 from vmmkv.core.pool import LARGE, Ask, Pool
@@ -98,7 +98,7 @@ def check_mapped(pool: Pool, driver: FaultyDriver, *caches: Cache) -> None:
 def given_up(pool: Pool, cache: Cache) -> None:
     """Gives up a copy that an interruption left in the staging range, as the next copy would."""
     with pool.copying:
-        unsharing.unstage(cache.pool)
+        cache.pool.unstage()
 
 
 def tickets_of(rows: list[Row]) -> array[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..driver.driver import handle_of
-from ..driver.fence import wait_for_device
+from ..driver.fence import check_stream, wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
@@ -37,7 +37,7 @@ from .pool import (
     record,
     zeros,
 )
-from .sequence import Sequence, Watch, check_tokens, gone, no_token, too_long
+from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, too_long
 from .tables import (
     BROKEN,
     CACHE,
@@ -148,8 +148,9 @@ class Cache:
         """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
         if self.dead:
             self.sweep()
-        check_tokens(tokens, self.max_seq_len)
-        check_tokens(expected, self.max_seq_len)
+        for each in (tokens, expected):
+            if each:
+                check_tokens(each, self.max_seq_len)
         if not (row is None or 0 <= row < self.max_sequences) or not 0 <= key < KEYS:
             raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and for key {key}")
         sequence = Sequence(self)
@@ -219,7 +220,7 @@ class Cache:
     def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
         if any(each.cache is not self for each in sequences):
-            raise ArgumentError("got a sequence of another cache")
+            raise not_own()
 
     # ------------------------------------------------------------------ tokens
 
@@ -318,8 +319,9 @@ class Cache:
         """
         check_tokens(tokens, self.max_seq_len)
         if isinstance(source, Sequence):
-            self.check_own((source,))
-            row, given = source.record_index(), source.ticket
+            if source.cache is not self:
+                raise not_own()
+            row, given = source.record_index(), source.cell[0]
             key = int(self.rows["key"][row])
         else:
             row, given = source, source
@@ -359,7 +361,9 @@ class Cache:
         return sequence
 
     def record_stream(self, sequence: Sequence, stream: Any) -> None:
-        """Names a stream that uses a sequence."""
+        """Names a stream that uses a sequence. Raises `ArgumentError` or `DeviceError` for what is no stream of the
+        device."""
+        check_stream(stream, self.pool.driver.device)
         ask = Ask()
         code = entries.record_stream(self.address, sequence.ticket, handle_of(stream), ask.address)
         if code < 0:
@@ -401,7 +405,7 @@ class Cache:
                 return
             self.state[0]["closed"] = 1
             wait_for_device(self.pool.driver)
-            unsharing.unstage(self.pool)
+            self.pool.unstage()
         rows = np.flatnonzero(self.owners[: self.max_sequences])
         tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
         ask = Ask()

@@ -9,6 +9,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from sys import is_finalizing
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy as np
 
 from ..compiled.code import keep
 from ..driver.driver import STEPS, Driver, fork_error
-from ..driver.fence import Fence
+from ..driver.fence import Fence, wait_for_device
 from ..driver.meter import Meter
 from ..driver.table import CREATE, SCRATCH
-from ..errors import BudgetError, BusyError, DriverError, DriverOutOfMemoryError, OutOfPagesError
+from ..errors import BudgetError, BusyError, DriverError, DriverOutOfMemoryError, OutOfPagesError, VmmkvError
 from . import entries
 from .tables import (
     ACCOUNT,
@@ -232,6 +233,21 @@ class Pool:
                 wanted = last - keep_pages
                 last = -1 if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE else last
         return before - last
+
+    def unstage(self) -> None:
+        """Drops a copy that was left in the staging range."""
+        if self.word("staged"):
+            wait_for_device(self.driver)
+            self.change(Ask(), entries.plan_unstage, self.address)
+
+    def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
+        """Gives all memory back of a pool that nothing holds any more, and so no cache."""
+        if ends() or "address" not in vars(self):  # memory goes with the process; or the pool was not made whole
+            return
+        with suppress(VmmkvError):
+            self.unstage()
+            self.trim()
+            self.driver.free(self.staging, LARGE * self.driver.page_size)
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""

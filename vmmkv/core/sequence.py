@@ -6,7 +6,7 @@ import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SequenceTooLongError, UseAfterFreeError
+from ..errors import ArgumentError, SequenceTooLongError, UseAfterFreeError
 from . import entries
 from .tables import DONE, RING, ROW_BITS, ROW_MASK
 
@@ -102,6 +102,11 @@ class Sequence:
     def free(self) -> None:
         """Ends the sequence."""
         self.cache.free((self,))
+
+
+def not_own() -> ArgumentError:
+    """The error for a sequence of another cache."""
+    return ArgumentError("got a sequence of another cache")
 
 
 def no_token() -> ValueError:

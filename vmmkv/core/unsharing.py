@@ -7,7 +7,7 @@ from contextlib import suppress
 from sys import is_finalizing
 from typing import TYPE_CHECKING
 
-from ..driver.fence import Fence, wait_for_device
+from ..driver.fence import Fence
 from ..errors import OutOfPagesError, VmmkvError
 from . import entries
 from .pool import NO_LIMIT_PAGES, ROW_AT, SLOTS_AT, TICK, Ask, Pool, busy
@@ -30,7 +30,7 @@ def part_from(cache: Cache, ticket: int, pages: list[int]) -> None:
     check_copying(cache.pool)
     ask, firsts = Ask(), array("q", pages)
     with cache.pool.copying:
-        unstage(cache.pool)
+        cache.pool.unstage()
         code = entries.can_part(cache.address, ticket, firsts.buffer_info()[0], ask.address)
         if code < 0:
             raise cache.error(code, ask)
@@ -43,13 +43,6 @@ def check_copying(pool: Pool) -> None:
     """Raises `BusyError` where the thread is in the middle of `part_from`, or the interpreter ends."""
     if pool.copying._is_owned() or is_finalizing():
         raise busy()
-
-
-def unstage(pool: Pool) -> None:
-    """Drops a copy that was left in the staging range."""
-    if pool.word("staged"):
-        wait_for_device(pool.driver)
-        pool.change(Ask(), entries.plan_unstage, pool.address)
 
 
 def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
@@ -80,10 +73,10 @@ def _swap(cache: Cache, ticket: int, part: int) -> bool:
         with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
             repair(cache, ticket)
         with suppress(VmmkvError):  # else the next copy does it
-            unstage(cache.pool)
+            cache.pool.unstage()
         raise
     if code < 0:
-        unstage(cache.pool)
+        cache.pool.unstage()
     return code >= 0
 
 
