@@ -292,7 +292,7 @@ def test_info_on_a_gpu():
     result = invoke("info", "--json")
     facts = json.loads(result.stdout)
     assert (facts["kind"], facts["cuda_device_seen"]) == ("cuda", True)
-    assert {"exportable", "rdma", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
+    assert {"exportable", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
     assert all(us > 0 for life in facts["page_life_us"].values() for us in life.values())
 
 

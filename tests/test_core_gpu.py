@@ -181,3 +181,17 @@ def test_a_captured_graph_reads_what_grew_since() -> None:
     graph.replay()
     assert int(total) == int(row.shadow[:, 0].sum())
     row.sequence.free()
+
+
+def test_a_page_is_mapped_again_after_its_first_row_is_gone() -> None:
+    """Driver 580 refuses that for memory that was made for GPUDirect RDMA."""
+    pool = Pool(open_driver("cuda"), 64)
+    cache = Tensors(pool, 4, large=False).cache
+    first = cache.sequence(64)
+    second = first.fork()
+    first.free()
+    torch.cuda.synchronize()
+    pool.trim()
+    cache.part(second.ticket, 0)
+    third = second.fork()
+    assert third.length == 64

@@ -80,8 +80,9 @@ def cuda_version() -> str:
 class CudaDriver(Driver):
     """Pages of GPU memory (see `vmmkv.driver.driver.Driver`).
 
-    Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
-    the device supports it: `features` says what a trial page was granted, and what else there is.
+    Pages can be exported to other processes where the device supports it: `features` says what a trial page was
+    granted, and what else there is. Pages are not made for GPUDirect RDMA: with `gpuDirectRDMACapable` set, driver 580
+    refuses to map a page again once its first mapping is gone and the access of another one has changed.
 
     Args:
         device: a CUDA device; without an index, torch's current one.
@@ -113,7 +114,7 @@ class CudaDriver(Driver):
         super().__init__(self.device, granularity, check_page_size(page_size, granularity), words, NAMES)
         keep(self.allocation, self.access)
 
-    def _allocation_property(self, exportable: bool, rdma: bool) -> Any:
+    def _allocation_property(self, exportable: bool) -> Any:
         """What `cuMemCreate` is asked for."""
         wanted = cu.CUmemAllocationProp()
         wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -122,7 +123,6 @@ class CudaDriver(Driver):
         if exportable:
             handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             wanted.requestedHandleTypes = handle_type
-        wanted.allocFlags.gpuDirectRDMACapable = int(rdma)
         return wanted
 
     def _access_description(self, writable: bool) -> Any:
@@ -144,12 +144,7 @@ class CudaDriver(Driver):
         if not supports(attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
             raise DeviceError(f"{self.device} has no virtual memory management, which vmmkv is made of")
         exportable = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
-        rdma = supports(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
-        for features in (
-            {"exportable": exportable, "rdma": rdma},
-            {"exportable": exportable, "rdma": False},
-            {"exportable": False, "rdma": False},
-        ):
+        for features in ({"exportable": exportable}, {"exportable": False}):
             wanted = self._allocation_property(**features)
             status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
             check("cuMemGetAllocationGranularity", status)
