@@ -81,15 +81,29 @@ def book_swap(step: int) -> None:
     add_gain(s.cache, old, -1)
     f.refs -= 1
     f.place ^= s.row
+    f.uses += r.ended
     add_gain(s.cache, old, 1)
     if f.refs == 0 and f.held == 0:  # others have left it meanwhile
         push_free(c.pool, old)
     new.held, new.refs, new.place = 0, 1, s.row
+    new.uses -= r.ended
     add_gain(s.cache, s.frame, 1)
     put_frame(s.cache, s.range, s.row, s.page, s.count, s.frame + 1)
     charge(s.cache, -s.count)
     p.staged = 0
     r.broken, r.broken_part, r.broken_page = WITHOUT_FRAME, s.range, s.page
+
+
+@inner
+def count_pages(pool: int, step: int) -> None:
+    """Counts pages that were created or mapped."""
+    p, s = view(pool, 1, POOL)[0], view(step, 1, STEP)[0]
+    if s.kind == CREATE:
+        p.made += view(p.frames_at, p.capacity, FRAME)[s.frame].pages
+    elif s.kind == MAP and p.ahead:
+        p.mapped_ahead += s.count
+    elif s.kind == MAP:
+        p.mapped_in_need += s.count
 
 
 @inner
@@ -180,6 +194,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
     done = was_run and are_current(pool)
     for index in range(p.done):
         book(p.steps_at + index * STEP_SIZE)
+        count_pages(pool, p.steps_at + index * STEP_SIZE)
         if steps[index].kind == STAGE:
             p.staged = steps[index].frame + 1
             view(p.frames_at, p.capacity, FRAME)[steps[index].frame].held = 1

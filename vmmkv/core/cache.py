@@ -81,6 +81,9 @@ class Cache:
         scrub: whether memory is filled before another sequence can read it.
     """
 
+    kind: type[Sequence] = Sequence
+    """Of its sequences."""
+
     def __init__(
         self,
         pool: Pool,
@@ -142,7 +145,7 @@ class Cache:
 
     # ------------------------------------------------------------------ sequences
 
-    def sequence(
+    def start(
         self, tokens: int = 0, *, expected: int = 0, key: int = 0, row: int | None = None, avoid: int = -1
     ) -> Sequence:
         """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
@@ -153,7 +156,7 @@ class Cache:
                 check_tokens(each, self.max_seq_len)
         if not (row is None or 0 <= row < self.max_sequences) or not 0 <= key < KEYS:
             raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and for key {key}")
-        sequence = Sequence(self)
+        sequence = self.kind(self)
         self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
         if tokens:
             try:
@@ -163,6 +166,8 @@ class Cache:
                     self.free((sequence,))
                 raise
         return sequence
+
+    sequence = start
 
     def _adopt(self, sequence: Sequence, tokens: int, expected: int, key: int, row: int) -> None:
         """Gives a sequence a row."""
@@ -329,7 +334,7 @@ class Cache:
                 raise OutOfRangeError(f"asked for tokens of row {row} of {self.max_sequences}")
             if row >= 0:
                 given = (int(self.rows["last"][row]) if last is None else last) << ROW_BITS | row
-        sequence = self.sequence(key=key, expected=expected, avoid=row)
+        sequence = self.start(key=key, expected=expected, avoid=row)
         try:
             self.share_into(sequence.ticket, given, tokens, frames.buffer_info()[0] if frames is not None else 0)
         except BaseException:
@@ -350,7 +355,7 @@ class Cache:
         """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
         if not 0 <= row < self.max_sequences or not 0 <= expected <= self.max_seq_len:
             raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and {expected} expected tokens")
-        sequence, ask = Sequence(self), Ask()
+        sequence, ask = self.kind(self), Ask()
         code = entries.adopt_kept(
             self.address, row, last, check_tokens(tokens, self.max_seq_len), expected, self.pool.current_handle(),
             sequence.cell.buffer_info()[0], ask.address,

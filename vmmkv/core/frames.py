@@ -125,6 +125,7 @@ def book_map(cache: int, part: int, row: int, page: int, frame: int, shared: int
     add_gain(cache, frame, -1)
     f.refs += 1
     f.place ^= row
+    f.uses -= view(c.rows_at, c.num_rows + LISTS, ROW)[row].ended
     add_gain(cache, frame, 1)
     if page == e.mapped:
         e.mapped = page + f.pages
@@ -146,7 +147,7 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
         f.refs -= 1
         f.place ^= row
         f.leaving -= 1
-        f.uses += 1
+        f.uses += view(c.rows_at, c.num_rows + LISTS, ROW)[row].ended
         add_gain(cache, frame, 1)
         if f.moving == GAINED and f.refs == 0:  # it may leave several rows in one journal
             settle_frame(c.pool, frame)

@@ -196,6 +196,7 @@ def run(pool: int, serial: int, ahead: int) -> int:
     p = view(pool, 1, POOL)[0]
     if p.pending != serial:
         return STALE
+    p.ahead = ahead
     driver, scratch, spent = p.driver, p.run_scratch, p.spent_ahead if ahead else p.spent
     status = enter(driver, scratch)
     if status:

@@ -122,6 +122,7 @@ class Pool:
         self.address = self.state.ctypes.data
         keep(self.meter.spent, self.ahead_meter.spent)
         self.current_handle = driver.current_handle
+        self.is_open = True
         _pools.add(self)
 
     # ------------------------------------------------------------------ changes
@@ -207,7 +208,7 @@ class Pool:
         """A word of the books."""
         return int(self.state[0][name])
 
-    def set_limit(self, pages: int, account: int = -1, reserved: int = 0) -> None:
+    def limit_to(self, pages: int, account: int = -1, reserved: int = 0) -> None:
         """Sets the budget in pages, or the limit and the reservation of an account. Releases pages above the budget.
 
         Raises:
@@ -221,9 +222,11 @@ class Pool:
         if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
             raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
-            self.trim(pages)
+            self.trim_to(pages)
 
-    def trim(self, keep_pages: int = 0) -> int:
+    set_limit = limit_to
+
+    def trim_to(self, keep_pages: int = 0) -> int:
         """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
         before, last, keep_pages = self.word("created"), -1, min(max(keep_pages, 0), self.most)
         while self.word("created") != last:
@@ -233,6 +236,8 @@ class Pool:
                 wanted = last - keep_pages
                 last = -1 if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE else last
         return before - last
+
+    trim = trim_to
 
     def unstage(self) -> None:
         """Drops a copy that was left in the staging range."""
@@ -245,9 +250,18 @@ class Pool:
         if ends() or "address" not in vars(self):  # memory goes with the process; or the pool was not made whole
             return
         with suppress(VmmkvError):
-            self.unstage()
-            self.trim()
-            self.driver.free(self.staging, LARGE * self.driver.page_size)
+            self.end()
+
+    def end(self) -> None:
+        """Gives all memory back of a pool on which nothing lies. A second call does nothing."""
+        if not self.is_open:
+            return
+        if self.mapper is not None:
+            self.mapper.stop()
+        self.unstage()
+        self.trim_to()
+        self.driver.free(self.staging, LARGE * self.driver.page_size)
+        self.is_open = False
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""

@@ -104,6 +104,16 @@ class Sequence:
         self.cache.free((self,))
 
 
+def number_of(ticket: int) -> int:
+    """The owner number in a ticket."""
+    return ticket >> ROW_BITS
+
+
+def row_number(ticket: int) -> int:
+    """The row in a ticket."""
+    return ticket & ROW_MASK
+
+
 def not_own() -> ArgumentError:
     """The error for a sequence of another cache."""
     return ArgumentError("got a sequence of another cache")

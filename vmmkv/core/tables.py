@@ -50,23 +50,27 @@ POOL = _record(
     "budget created leased used committed accounts_at accounts caches_at caches clock "
     "steps_at max_steps steps calls done status serial pending settled "
     "spent spent_ahead run_scratch staging staged staged_for staged_owner staged_part staged_page source_of source "
-    "hungry asleep dead poison fills"
+    "hungry asleep dead poison fills made ahead mapped_ahead mapped_in_need"
 )
 """Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number
 that was never used. `staging` is the address of a range to copy to; `staged` is the frame there + 1, which counts as
 used by the cache `staged_for`, and a copy of what lies on a page of the sequence `staged_owner`. `source` is a row of
-the cache `source_of` that the journal reads from."""
+the cache `source_of` that the journal reads from. `made` counts pages that were created since the beginning,
+`mapped_ahead` and `mapped_in_need` those that the mapper and other threads have mapped."""
 ACCOUNT = _record("used limit reserved leased open")
 CACHE = _record(
     "pool account num_rows ranges ranges_at rows_at extents_at max_tokens overread lookahead large key_of_sequence "
     "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count "
-    "turn closed"
+    "turn closed page_uses"
 )
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(
     "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
-    "target cut list next prev is_old older younger queued broken broken_part broken_page"
+    "target cut list next prev is_old older younger queued broken broken_part broken_page ended"
 )
+"""`ended` counts the sequences that have ended on the row. `uses` of a frame counts those that have ended on rows while
+these had the frame, without those of the rows that have it now: `ended` of a row is subtracted when a frame is mapped
+there, and added when it leaves."""
 EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
 FRAME = _record("handle pages refs held users key place leaving moving uses")
 STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")

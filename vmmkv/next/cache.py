@@ -1,0 +1,591 @@
+"""The cache: one virtual tensor of the maximum shape, backed by memory only where tokens are."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from hashlib import blake2b
+from os import urandom
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..core.cache import Cache
+from ..core.check import check
+from ..core.reordering import reorder
+from ..driver.driver import Driver, fork_error, open_driver
+from ..errors import ArgumentError, BusyError, OutOfRowsError, UnsupportedError, VmmkvError
+from ..events.naming import Name, name_of
+from ..layout import KVLayout, shown
+from ..memory import debugging
+from ..memory.budget import budget_pages, pages_within
+from ..space.arena import check_address_space
+from ..stats import CacheStats, MappedRange
+from ..tensors import ScaledKV, export_range, kv_views, scale_views
+from . import snapshot
+from .arguments import (
+    batch_of,
+    check_flags,
+    check_length,
+    check_shape,
+    check_tokens,
+    indices_of,
+    not_negative,
+    one_of,
+    row_number,
+    whole_numbers,
+)
+from .pool import FramePool, check_given
+from .sequence import Sequence, closed_cache
+
+LOOKAHEAD_PAGES = 4
+"""Pages of tokens mapped ahead by default, on a GPU."""
+_salt = urandom(16)
+
+
+class KVCache(Cache):
+    """K and V of many sequences, each in one contiguous row of virtual memory.
+
+    All methods may be called from several threads; a single sequence may be used by one thread at a time. A finalizer,
+    or a signal handler, that runs in the middle of an operation may free sequences; what needs a page then raises
+    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
+
+    Args:
+        layout: the shape of a token.
+        max_sequences: the number of rows: the most sequences that live at a time.
+        max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
+        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
+            default) or `0.8`. Memory is allocated as sequences grow, not before.
+        max_tokens: the budget in tokens, instead of `max_bytes`: that many always fit, in whatever sequences. (The
+            page of each range in which a sequence begins after `release_before` is not counted.)
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
+            GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
+        scrub: fill pages with zeros before another sequence can read them; one memset for each growth onto new pages.
+        int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
+            address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
+        pool: physical memory shared with other caches, instead of `device` and `page_size`. Without one the
+            cache makes one of `max_bytes` for itself. With one, `max_bytes` is the most of it that this cache may have;
+            None is all that others do not use.
+        reserved: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+            While unused, other caches may use them for parked rows and cached prefixes, never for live tokens.
+        lookahead: tokens for which a background thread maps pages behind each sequence's end before it needs them,
+            from idle memory. None is four pages of tokens on a GPU, and no thread on host memory; 0 is no thread.
+        overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
+            end. They count as used. Their contents are undefined: a kernel that multiplies them by zero, as
+            FlashAttention-3 does, needs finite numbers there (set `scrub` if the pool may have held NaN before).
+        large_frames: put prompts, and sequences that are expected to be long, on pieces of 16 pages, which the driver
+            makes and maps as fast as one page. Set it to False with sliding windows (`release_before`), where pages in
+            front could not be given back one by one. Never used with `max_tokens`, which is exact to the page.
+
+    Raises:
+        LayoutError: the geometry takes more than 100 TiB of addresses, or, with `int32_strides`, strides beyond 32
+            bits; or a number of tokens, sequences or bytes of a page cannot be.
+        BudgetError: the budget is no size, below one page, or larger than the device, or both budgets are given; or the
+            pool cannot reserve that much.
+        DeviceError: there is no such device.
+        DriverError: the driver could not reserve the addresses.
+        ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
+    """
+
+    kind = Sequence
+    pool: FramePool
+    """The physical memory that it lies on."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        *,
+        max_bytes: float | str | None = None,
+        max_tokens: int | None = None,
+        device: str | torch.device | None = None,
+        page_size: int | None = None,
+        scrub: bool = False,
+        int32_strides: bool = False,
+        pool: FramePool | None = None,
+        reserved: float | str = 0,
+        lookahead: int | None = None,
+        overread: int = 0,
+        large_frames: bool = True,
+    ) -> None:
+        check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
+        max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
+        overread = not_negative("overread", overread)
+        _check_pool(pool, reserved, device=device, page_size=page_size)
+        self.owns_pool = pool is None
+        memory = open_driver(device, page_size) if pool is None else pool
+        pool, limit = _pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+        row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
+        check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
+        self.lookahead = _lookahead(lookahead, layout, pool)
+        super().__init__(
+            pool,
+            layout,
+            max_sequences,
+            max_seq_len,
+            limit=limit,
+            reserved=pages_within(pool, reserved, name="reserved") if reserved else 0,
+            lookahead=self.lookahead,
+            overread=overread,
+            large=large_frames and max_tokens is None,
+            scrub=scrub,
+        )
+        self.is_open = True
+        self.account_name = pool.name(self)
+        self._export()
+
+    def _export(self) -> None:
+        """Makes tensors of the ranges, and views of K and V."""
+        size = self.page_size
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            self._ranges = [
+                export_range(
+                    int(part["address"]),
+                    self.max_sequences * int(part["row_pages"]) * size,
+                    self.device,
+                    owner=self.pool,
+                ).view(self.layout.dtype)
+                for part in self.ranges
+            ]
+            shape = self.layout, self.max_sequences, self.max_seq_len
+            self._views = kv_views(self._ranges, *shape)
+            self._scales = scale_views(self._ranges, *shape) if self.layout.scales == "token_head" else []
+
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self.pool.driver.device
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self.pool.driver.page_size
+
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
+
+        Raises:
+            UseAfterFreeError: it was closed.
+            ForkError: it belongs to another process.
+        """
+        if self.pool.word("dead"):
+            raise fork_error()
+        if not self.is_open:
+            raise closed_cache()
+
+    # ------------------------------------------------------------------ sequences
+
+    def sequence(  # type: ignore[override]
+        self,
+        tokens: int = 0,
+        *,
+        expected_tokens: int = 0,
+        tenant: Name = None,
+        row: int | None = None,
+    ) -> Sequence:
+        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped if there is one.
+
+        It belongs to the current stream: order work on other streams behind it, and name them with
+        `Sequence.record_stream`. Without tokens it takes no memory.
+
+        Args:
+            tokens: initial length. The pages are available on return; a parked row of similar size is reused if there
+                is one.
+            expected_tokens: the total length that it will soon have, if tokens come in chunks: the parked row that fits
+                it best is chosen, and pages reserved for it are given to other sequences last. With a lookahead the
+                mapper maps them ahead, from idle memory; this call does not wait for that.
+            tenant: the user that the sequence belongs to. Bytes written by one tenant's sequences can never be read
+                from the rows of another: rows are not adopted across tenants, and pages are filled in between. None is
+                a tenant like any other: text, bytes, or a whole number of at most 128 bits.
+            row: use this row index, e.g. to keep a batch in adjacent rows; None picks one.
+
+        Raises:
+            ArgumentError, ValueError: an argument has the wrong type, is negative, or conflicts with another.
+            StreamCaptureError: a CUDA graph is being captured, and pages have to be filled.
+            OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
+            OutOfRangeError: there is no such row.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
+                new sequence then.
+        """
+        if row is not None:
+            row = row_number(row, self.max_sequences)
+        tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
+        check_length(max(tokens, expected), self.max_seq_len)
+        return self._begun(self.start(tokens, expected=expected, key=tenant_key(tenant), row=row))
+
+    def _begun(self, sequence: Any) -> Sequence:
+        """Notes where a sequence was started, with debugging."""
+        if self.pool.is_debugged:
+            sequence.origin = debugging.caller()
+        return sequence  # type: ignore[no-any-return]
+
+    def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
+        """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
+
+        Args:
+            sequence: a live sequence of this cache.
+            count: how many to start, 0 or more.
+
+        Raises:
+            OutOfRowsError: there are fewer rows left than that.
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
+            TypeError, ValueError: it is no sequence of this cache, or no such number.
+        """
+        (parent,) = batch_of(self, [sequence])
+        left = self.max_sequences - int(self.state[0]["live"])
+        if check_tokens(count, "count") > left:
+            raise OutOfRowsError(f"asked for {count} sequences; {left} of max_sequences={self.max_sequences} are left")
+        children: list[Any] = []
+        try:
+            with self.pool.nvtx.fork:
+                for _ in range(count):
+                    children.append(self._begun(self.share(parent, parent.length)))
+                    children[-1].key = parent.key  # type: ignore[attr-defined]
+        except BaseException:
+            with suppress(VmmkvError):  # else they are freed when they are collected
+                super().free(children)
+            raise
+        return children
+
+    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
+        """Gives sequence i the tokens of sequence `indices[i]`, as in beam search: rows and their addresses stay. All
+        sequences change or none.
+
+        Pages that two rows share already are neither copied nor mapped, so forked beams copy only what lies behind the
+        fork. A sequence without tokens becomes a fork. Pages that other sequences share are never written to: a
+        sequence that has to write there gets pages of its own first.
+
+        It is done in the order of the current stream, behind all work on the sequences so far; later work on their own
+        streams, and on those named with `record_stream`, waits for it.
+
+        Args:
+            sequences: live sequences of this cache, each once.
+            indices: one index into `sequences` for each of them; an index may be repeated.
+
+        Raises:
+            OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
+            DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
+            StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
+                cases; but sequences of a circle may have copies of what they shared.
+            DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
+                change have ended, and all others are as before.
+            OutOfRangeError: there is no such index.
+            UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
+                tokens would come to another tenant. Nothing has changed, but that sequences of a circle may have copies
+                of what they shared.
+            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
+                whole numbers, or not one for each sequence.
+        """
+        batch = batch_of(self, sequences)
+        chosen = indices_of(indices, len(batch))
+        with self.pool.nvtx.reorder:
+            reorder(self, batch, chosen)
+        keys = [sequence.key for sequence in batch]  # type: ignore[attr-defined]
+        for sequence, index in zip(batch, chosen):
+            sequence.key = keys[index]  # type: ignore[attr-defined]
+
+    def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
+        """Makes tokens from `start` on safe to write over: pages shared with other sequences are copied, and these
+        sequences no longer count as holding committed tokens there. `extend` does this itself for the tokens that it
+        makes room for.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
+                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies.
+            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
+                whole number, or lies behind a sequence's end.
+        """
+        batch, start = batch_of(self, sequences), check_tokens(start, "start")
+        for sequence in batch:
+            if start > sequence.length:
+                raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
+        for sequence in batch:
+            self.part(sequence.ticket, start)
+
+    def extend(  # type: ignore[override]
+        self,
+        sequences: Iterable[Sequence],
+        tokens: int | Collection[int] | npt.NDArray[np.integer[Any]],
+        *,
+        starts: Collection[int] | None = None,
+    ) -> None:
+        """Makes room for more tokens in many sequences: all of them or none. `batch()` makes a handle for sequences
+        that grow together step by step.
+
+        Args:
+            sequences: live sequences of this cache, each once.
+            tokens: tokens to add, one number for all or one per sequence.
+            starts: for sequences without tokens, the first token that will be read: no page is mapped in front of it.
+                Afterwards they are as if `release_before(start)` had followed.
+
+        Raises:
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`.
+            BusyError, SuspendedError, UseAfterFreeError: as there. No sequence has changed in all these cases.
+            TypeError: something is not a sequence, or not a whole number.
+            ValueError: a sequence belongs to another cache or is named twice, a number is negative, or there is not one
+                for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
+        """
+        batch = batch_of(self, sequences)
+        counts = tokens if type(tokens) is int else whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
+        begins = None if starts is None else whole_numbers("starts", starts, len(batch), self.max_seq_len)
+        if begins is not None and (any(each.length for each in batch) or (begins > counts).any()):
+            raise ValueError(
+                f"asked for starts={begins.tolist()} of tokens={tokens}; they are for sequences without tokens, and "
+                "none is behind its sequence's end. Others have release_before"
+            )
+        super().extend(batch, counts, starts=begins)
+
+    def free(self, sequences: Iterable[Sequence]) -> None:  # type: ignore[override]
+        """Ends sequences; one fence serves all of them. Sequences that were freed already are ignored.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured, on the current stream or on one that the sequences were
+                used on; nothing was freed.
+            TypeError, ValueError: something is not a sequence, or belongs to another cache; nothing was freed.
+        """
+        super().free(batch_of(self, sequences, repeated=True))
+
+    # ------------------------------------------------------------------ memory
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
+
+        Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
+        GPU's context.
+
+        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
+        the process. `Sequence.k` and `v` are as long as their sequence. The storage of any of these views is the whole
+        range: printing or reading that ends the process, too. To copy, save or share a view, `clone()` it first.
+
+        Returns:
+            K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width, of the layout's
+            dtype; strided, zero-copy, at addresses that never change.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such layer.
+            UnsupportedError: the layout has scales, without which these numbers mean nothing: see `scaled_kv`.
+        """
+        self.check_usable()
+        if self.layout.scales is not None:
+            raise UnsupportedError(
+                f"asked for K and V of a layout with scales={self.layout.scales!r} without their scales; scaled_kv() "
+                "gives both, and kernels that take both read and write them"
+            )
+        return one_of(self._views, layer, "layer")
+
+    def scaled_kv(self, layer: int) -> ScaledKV:
+        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
+
+        `vmmkv.kernels` take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of
+        `kv`.
+
+        Returns:
+            K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
+            num_kv_heads]`.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such layer.
+            UnsupportedError: the layout has no scales.
+        """
+        self.check_usable()
+        if self.layout.scales is None:
+            raise UnsupportedError(
+                "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
+            )
+        return ScaledKV(*one_of(self._views, layer, "layer"), *self._scales[layer])
+
+    def range(self, index: int) -> torch.Tensor:
+        """One range of the layout, all rows of it: `[elements]` of its dtype. K and V of its layers are views of this
+        tensor.
+
+        For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
+        print it either.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such range.
+        """
+        self.check_usable()
+        return one_of(self._ranges, index, "range")
+
+    def trim(self) -> int:
+        """Gives surplus and free pages back to the system; returns the number of bytes. Those that others on the pool
+        have left free go, too.
+
+        Waits for GPU work that still uses them.
+
+        Raises:
+            DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
+        """
+        self.check_usable()
+        return self.pool.trim_to() * self.page_size
+
+    def close(self) -> None:
+        """Ends all sequences and gives all memory back now, after all work on the device.
+
+        The addresses stay reserved while a view lives: to touch one after this is a fault.
+        Garbage collection does the same when nobody holds the cache, its sequences or views any more.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
+            DriverError: the device could not be waited for; nothing was closed.
+            BusyError: another operation of this thread is not at its end.
+        """
+        if not self.is_open or self.pool.word("dead"):
+            return
+        super().close()
+        self.is_open = False
+        self._views, self._scales, self._ranges = [], [], []
+        if self.owns_pool:
+            self.pool.end()
+
+    # ------------------------------------------------------------------ accounting
+
+    @property
+    def available_pages(self) -> int:
+        """Pages of the budget that live tokens can be given: all that no cache uses or has reserved."""
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        account = self.pool.accounts[self.account]
+        used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
+        others = self.pool.word("committed") - committed
+        return max(min(int(account["limit"]), self.pool.limit_pages - others) - used, 0)
+
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+        return int(self.state[0]["live"]), int(self.state[0]["tokens"])
+
+    def mapped_pages(self) -> int:
+        """Pages that are mapped for it, each counted once."""
+        return snapshot.mapped_pages(self)
+
+    def stats(self) -> CacheStats:
+        """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        with self.pool.lock:
+            return snapshot.stats(self)
+
+    def page_map(self) -> npt.NDArray[np.int64]:
+        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,
+        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE` or `OTHERS_PAGE`.
+
+        A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.page_map(self)
+
+    def page_uses(self) -> npt.NDArray[np.int64]:
+        """By physical page number, how many sequences have had each page and ended: int64 `[pages]`."""
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.page_uses(self)
+
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where pages are mapped now: one run for each row and range of the layout that has any."""
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.mapped_ranges(self)
+
+    def check(self) -> None:
+        """Checks every invariant of the books; raises `InvariantError` if one is broken."""
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        check(self.pool, [other for other in self.pool.holders.values() if isinstance(other, Cache)])
+
+    # ------------------------------------------------------------------ use and misuse
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a KVCache owns its memory and cannot be copied or pickled; make another one of the same layout"
+        )
+
+    def __repr__(self) -> str:
+        try:
+            stats = self.stats()
+        except BusyError:
+            return "<vmmkv.KVCache: busy>"
+        except VmmkvError:
+            return "<vmmkv.KVCache: gone>"
+        return (
+            f"<vmmkv.KVCache on {self.device}: {stats.rows['live']} sequences, {stats.tokens} tokens, "
+            f"{stats.physical_bytes / 2**20:.0f} of {stats.budget_bytes / 2**20:.0f} MiB>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        return html.escape(repr(self))
+
+
+def tenant_key(tenant: Name) -> int:
+    """The key of a tenant's pages: 0 for None, else 61 bits of a digest that differs from process to process.
+
+    Raises:
+        ArgumentError: it is neither text, bytes, a whole number, nor None.
+    """
+    name = name_of("tenant", tenant)
+    if name is None:
+        return 0
+    kind, content = ("b", name) if isinstance(name, bytes) else (type(name).__name__, str(name).encode())
+    return 1 + (int.from_bytes(blake2b(kind.encode() + b":" + content, key=_salt, digest_size=8).digest()) >> 3)
+
+
+def _check_pool(pool: FramePool | None, reserved: float | str, **others: object) -> None:
+    """Raises `ArgumentError` or `ValueError` for arguments that do not go with a pool, or without one."""
+    if pool is None:
+        if reserved:
+            raise ArgumentError(
+                f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
+                "that it shares with others"
+            )
+        return
+    check_given(pool)
+    if any(other is not None for other in others.values()):
+        raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
+
+
+def _pool_on(
+    memory: Driver | FramePool,
+    layout: KVLayout,
+    max_sequences: int,
+    max_bytes: float | str | None,
+    max_tokens: int | None,
+    overread: int,
+) -> tuple[FramePool, int | None]:
+    """Returns the pool that a cache lies on, its own on a driver or the given one, and the most pages that it may have
+    of a given one. Raises what `budget_pages` raises."""
+    if max_bytes is None and max_tokens is None:
+        if isinstance(memory, FramePool):
+            return memory, None
+        max_bytes = "80%"
+    pages = budget_pages(memory, layout, max_sequences, max_bytes, max_tokens, False, overread)
+    if isinstance(memory, FramePool):
+        return memory, pages
+    pool = FramePool.on(memory, pages * memory.page_size)
+    pool.is_shared = False
+    return pool, None
+
+
+def _lookahead(asked: int | None, layout: KVLayout, pool: FramePool) -> int:
+    """The tokens to map ahead: what was asked for, or else four pages of tokens on a GPU.
+
+    Raises:
+        LayoutError: it is no number of tokens.
+    """
+    if asked is None:
+        pages = 0 if pool.device.type == "cpu" else LOOKAHEAD_PAGES
+        return -(-pages * pool.page_size // min(layout.record_bytes))
+    return not_negative("lookahead", asked)

@@ -1,0 +1,292 @@
+"""A sequence: what a user holds. Tokens that lie one after another at an address that never moves."""
+
+from __future__ import annotations
+
+import html
+import warnings
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ..core import sequence as core
+from ..errors import (
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StrideLimitWarning,
+    UnsupportedError,
+    UseAfterFreeError,
+    VmmkvError,
+)
+from ..layout import KVLayout, as_index, shown
+from ..tensors import check_dense
+from .arguments import check_tokens
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class Sequence(core.Sequence):
+    """One sequence of a `KVCache`; made by `KVCache.sequence`.
+
+    Free it with `free()` or a `with` block; garbage collection frees it too, but later. A sequence may be used by one
+    thread at a time, different sequences of a cache by several.
+
+    After its end, or that of its cache, all methods raise `UseAfterFreeError`, but for `free` and `extend_in_place`. In
+    host memory (`suspend`) it may be asked for its `length` and `start`, resumed and freed; `SuspendedError` forbids
+    what needs its tokens or its row.
+    """
+
+    __slots__ = ("cached_tokens", "key", "origin")
+
+    cache: KVCache
+    """The cache that it belongs to."""
+    cached_tokens: int
+    """Tokens whose K and V were cached when it began."""
+    key: int
+    """The number of the salt, adapter and tenant under which its prefixes are cached; -1 without `token_ids`."""
+    origin: str
+    """With debugging: where it was started."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        self.cached_tokens, self.key, self.origin = 0, -1, ""
+
+    @property
+    def number(self) -> int:
+        """Its number in the process: 1 for the first sequence, never used twice."""
+        return core.number_of(self.cell[0])
+
+    @property
+    def index(self) -> int:
+        """The row that it was given. After its end another sequence may have that row: see `row`."""
+        return core.row_number(self.cell[0])
+
+    @property
+    def pool(self) -> object:
+        """The physical memory that it lies on."""
+        return self.cache.pool
+
+    def extend(self, tokens: int) -> None:
+        """Makes room for `tokens` more tokens; maps the pages that they need.
+
+        The contents of new tokens are undefined until they are written; with `scrub=True` they are never those of
+        another sequence.
+
+        Raises:
+            SequenceTooLongError: it would be longer than `max_seq_len`.
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError: a driver call failed.
+            StreamCaptureError: pages have to be filled (`scrub`, another tenant) or copied (shared ones, after
+                `truncate`) while a CUDA graph is being captured.
+            BusyError: another thread has changed the sequence meanwhile.
+            ArgumentError, ValueError: `tokens` is no whole number, or negative.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases; but after a
+                `DriverError`, or where the device has less memory than the budget, it may have copies of what it
+                shared.
+        """
+        super().extend(tokens if type(tokens) is int else check_tokens(tokens))
+
+    def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:  # type: ignore[override]
+        """Makes room for `tokens` more tokens if pages for them are mapped already: it calls no driver and raises no
+        error.
+
+        For engines that look at each sequence in each step. After False call `extend`, which makes room or says why
+        not.
+
+        Args:
+            tokens: tokens to add, at least 0.
+            held: return False if the length is not this, for example because another thread has changed it.
+
+        Returns:
+            whether there is room. False also for a sequence that has ended.
+        """
+        return super().extend_in_place(tokens, -1 if held is None else held)
+
+    def fork(self) -> Sequence:
+        """Starts a sequence that begins with all tokens of this one. Full pages are shared: both sequences read the
+        same memory, and neither writes there. Tokens on a page, or a large frame, that is not full are copied.
+
+        The new sequence belongs to the current stream, behind all work on this one so far. Both may grow, be truncated
+        and be freed in any order. Views of the new one are read-only where pages are shared: writing there is a fault.
+
+        Raises:
+            OutOfRowsError: `max_sequences` sequences are alive.
+            OutOfPagesError, DriverError: there is no memory for the copies, or a driver call failed. There is no new
+                sequence then.
+            StreamCaptureError: a CUDA graph is being captured.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        return self.cache.fork_many(self, 1)[0]
+
+    def truncate(self, tokens: int) -> None:
+        """Drops the tokens from `tokens` on. Pages behind the new end may go to other sequences once they are idle.
+
+        Raises:
+            ArgumentError: `tokens` is not a whole number.
+            ValueError: the sequence is shorter than that, or begins behind it (`start`).
+            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured. Nothing has changed
+                then.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        tokens = as_index("tokens", tokens)
+        self._check_holds(tokens)
+        super().truncate(tokens)
+
+    def release_before(self, token: int) -> None:
+        """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
+
+        Whole pages in front of it go to other sequences when the GPU is done with them. Tokens before `token` must not
+        be read again: views start at `token` from now on.
+
+        Raises:
+            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
+        """
+        token = as_index("token", token)
+        self._check_holds(token)
+        super().release_before(token)
+
+    def _check_holds(self, token: int) -> None:
+        """Raises `ValueError` for a token that it neither holds nor ends with."""
+        if not self.start <= token <= self.length:
+            raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {self.start} to {self.length}")
+
+    def free(self) -> None:
+        """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named
+        with `record_stream`. A second call does nothing.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured, on the current stream or on one of its own; it lives on.
+        """
+        self.cache.free((self,))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done.
+
+        Raises:
+            ArgumentError: it is no stream.
+            DeviceError: the stream is on another device than the cache.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        super().record_stream(stream)
+
+    def check_usable(self) -> None:
+        """Raises an error if the sequence cannot be used.
+
+        Raises:
+            UseAfterFreeError: it was freed, or its cache was closed.
+            ForkError: as in `KVCache.check_usable`.
+        """
+        self.cache.check_usable()
+        self.record_index()
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of one layer, `[length - start, num_kv_heads, head_dim]` of the layout's dtype: a view, to read and write.
+        A negative number counts layers from the last.
+
+        The view shows the sequence's memory for as long as the sequence lives, and after that whatever is there. With a
+        `StrideLimitWarning` it is longer than `KVLayout.int32_token_limit`.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such layer.
+            UnsupportedError: the layout has scales: see `KVCache.scaled_kv`.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        self._warn_of_stride()
+        return self._view(layer, 0)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`: a view like that of `k`; raises the same."""
+        self._warn_of_stride()
+        return self._view(layer, 1)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copies K and V of the last tokens into the cache, on the current stream.
+
+        Args:
+            layer: the layer, as in `k`.
+            k: `[tokens, num_kv_heads, head_dim]`, of the cache's dtype and device.
+            v: `[tokens, num_kv_heads, v_head_dim]`, likewise.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+            UnsupportedError: the layout has scales; use `vmmkv.kernels.append`, which writes or applies them.
+                Nothing was written.
+            ArgumentError: one is not a tensor, is sparse, or has no data of its own; nothing was written.
+            OutOfRangeError, SuspendedError, UseAfterFreeError: as in `k`.
+        """
+        check_dense(k, "K")
+        check_dense(v, "V")
+        pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
+        for source, target in pairs:
+            check_fits(source, target, layer)
+        if len(k) != len(v):
+            raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
+        for source, target in pairs:
+            target[len(target) - len(source) :].copy_(source.detach())  # the cache is no part of an autograd graph
+
+    def _view(self, layer: int, which: int) -> torch.Tensor:
+        return self.cache.kv(layer)[which][self.row, self.start : self.length]
+
+    def _warn_of_stride(self) -> None:
+        """Warns before a kernel of another project could read a view wrong without an error."""
+        limit = self.cache.layout.int32_token_limit
+        tokens = self.length - self.start
+        if tokens > limit:
+            warnings.warn(
+                f"a view of {tokens} tokens is longer than the {limit} that kernels with 32-bit strides can address: "
+                "do not give it to torch's memory-efficient SDPA. Flash and cuDNN are safe; "
+                "KVLayout(layers_per_range=...) makes the stride smaller",
+                StrideLimitWarning,
+                stacklevel=3,
+            )
+
+    def __repr__(self) -> str:
+        try:
+            return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
+        except VmmkvError:
+            return f"<vmmkv.Sequence {self.number}: gone>"
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows."""
+        return html.escape(repr(self))
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
+
+
+def check_fits(source: torch.Tensor, target: torch.Tensor, layer: int) -> None:
+    """Raises `ShapeError`, `DtypeError` or `DeviceError` for K or V that do not fit at the end of a view."""
+    if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
+        raise ShapeError(
+            f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
+            f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
+        )
+    if source.dtype != target.dtype:
+        raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
+    if source.device != target.device:
+        raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
+
+
+def check_reusable(layout: KVLayout) -> None:
+    """Raises `UnsupportedError` for a layout whose K and V no other sequence can begin with."""
+    if layout.scales == "sequence_head":
+        raise UnsupportedError(
+            "asked to reuse K and V of a layout with scales='sequence_head'; what another sequence has computed was "
+            "rounded with its own scales. fork() takes them along; scales='token_head' keeps them with the tokens"
+        )
+
+
+def closed_cache() -> UseAfterFreeError:
+    """The error for a cache that was closed."""
+    return UseAfterFreeError("this KVCache was closed; make a new one")
