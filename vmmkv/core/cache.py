@@ -187,9 +187,9 @@ class Cache:
             if code == GONE:
                 raise UseAfterFreeError("the cache was closed; make a new one")
             if code in (NO_ROWS, TAKEN):
-                which = (
-                    f"row {row} belongs to a live sequence" if code == TAKEN else "all rows belong to live sequences"
-                )
+                which = "all rows belong to live sequences"
+                if row >= 0 and self.owners[row]:
+                    which = f"row {row} belongs to sequence {self.owners[row]}"
                 raise OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
             raise self.pool.error(code, ask)
         if ask.words[FRESH]:

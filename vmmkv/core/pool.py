@@ -138,7 +138,7 @@ class Pool:
             OutOfPagesError: there are too few pages.
             DriverError, StreamCaptureError: nothing has changed.
         """
-        lock, error = self.lock, None
+        lock, error, refusal = self.lock, None, None
         if lock._is_owned() or is_finalizing():
             raise busy()
         if self.unclosed:
@@ -154,7 +154,13 @@ class Pool:
                         error = self.failure()
             if code != WAIT and code != SHORT and code != FAILED:
                 break
-            self._help(code, ask, error)
+            refusal = error or refusal
+            try:
+                self._help(code, ask, error)
+            except OutOfPagesError:
+                if ask.words[FRUGAL] and refusal:
+                    raise refusal from None
+                raise
             error = None
         if code in (NO_PAGES, CAPTURED, FULL, DEAD):
             raise self.error(code, ask)

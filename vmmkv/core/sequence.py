@@ -7,6 +7,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, SequenceTooLongError, UseAfterFreeError
+from ..layout import shown
 from . import entries
 from .tables import DONE, RING, ROW_BITS, ROW_MASK
 
@@ -131,7 +132,7 @@ def check_tokens(tokens: int, most: int) -> int:
         ValueError, SequenceTooLongError: it is negative, or more.
     """
     if tokens < 0:
-        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
     if tokens > most:
         raise too_long(tokens, most)
     return tokens
@@ -139,9 +140,12 @@ def check_tokens(tokens: int, most: int) -> int:
 
 def gone() -> UseAfterFreeError:
     """The error for a sequence that has ended."""
-    return UseAfterFreeError("the sequence was freed; start a new one")
+    return UseAfterFreeError("the sequence was freed, or its cache was closed; start a new one")
 
 
 def too_long(length: int, most: int) -> SequenceTooLongError:
     """The error for a sequence that would outgrow its row."""
-    return SequenceTooLongError(f"asked for {length} tokens; a row is max_seq_len={most} long")
+    return SequenceTooLongError(
+        f"asked for {shown(length)} tokens; a row is max_seq_len={most} long. Make the cache with a larger one: a "
+        "longer row takes addresses, not memory"
+    )

@@ -12,11 +12,15 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
+from ..core import entries
 from ..core.cache import Cache
 from ..core.check import check
+from ..core.pool import SLOTS_AT, TICK, Ask
 from ..core.reordering import reorder
 from ..driver.driver import Driver, fork_error, open_driver
+from ..driver.fence import Fence
 from ..errors import ArgumentError, BusyError, OutOfRowsError, UnsupportedError, VmmkvError
 from ..events.naming import Name, name_of
 from ..layout import KVLayout, shown
@@ -24,7 +28,7 @@ from ..memory import debugging
 from ..memory.budget import budget_pages, pages_within
 from ..space.arena import check_address_space
 from ..stats import CacheStats, MappedRange
-from ..tensors import ScaledKV, export_range, kv_views, scale_views
+from ..tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from . import snapshot
 from .arguments import (
     batch_of,
@@ -39,7 +43,11 @@ from .arguments import (
     whole_numbers,
 )
 from .pool import FramePool, check_given
+from .scales import SequenceScales
 from .sequence import Sequence, closed_cache
+from .transferring import NO_IDS, receive
+
+Ints = npt.NDArray[np.int64]
 
 LOOKAHEAD_PAGES = 4
 """Pages of tokens mapped ahead by default, on a GPU."""
@@ -94,6 +102,8 @@ class KVCache(Cache):
     kind = Sequence
     pool: FramePool
     """The physical memory that it lies on."""
+    scales: SequenceScales | None = None
+    """Those of whole sequences, if the layout has them."""
 
     def __init__(
         self,
@@ -155,6 +165,9 @@ class KVCache(Cache):
             shape = self.layout, self.max_sequences, self.max_seq_len
             self._views = kv_views(self._ranges, *shape)
             self._scales = scale_views(self._ranges, *shape) if self.layout.scales == "token_head" else []
+            if self.layout.scales == "sequence_head":
+                self.scales = SequenceScales(self.pool.driver, self.layout, self.max_sequences)
+                self._scales = repeated_scales(self.scales.rows, self.layout, self.max_seq_len)
 
     @property
     def device(self) -> torch.device:
@@ -222,6 +235,12 @@ class KVCache(Cache):
         """Notes where a sequence was started, with debugging."""
         if self.pool.is_debugged:
             sequence.origin = debugging.caller()
+        if self.scales:
+            try:
+                self.scales.reset(sequence.row)
+            except BaseException:
+                super().free((sequence,))
+                raise
         return sequence  # type: ignore[no-any-return]
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -246,11 +265,66 @@ class KVCache(Cache):
                 for _ in range(count):
                     children.append(self._begun(self.share(parent, parent.length)))
                     children[-1].key = parent.key  # type: ignore[attr-defined]
+                if self.scales:
+                    self.scales.copy({child.row: parent.row for child in children})
         except BaseException:
             with suppress(VmmkvError):  # else they are freed when they are collected
                 super().free(children)
             raise
         return children
+
+    def receive(
+        self,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        expected_tokens: int = 0,
+        tenant: Name = None,
+        reuse: bool = True,
+    ) -> Sequence:
+        """Receives a sequence that another process sends with `Sequence.send`. The host waits for that process.
+
+        Both caches must have the same layout; their pages may differ in size. The new sequence belongs to the current
+        stream: with NCCL its tokens arrive in the order of that stream, with gloo before this returns.
+
+        Token ids that the sender has committed are committed here, under the same salt and adapter. Tokens that are
+        cached here already (`Sequence.cached_tokens`) are not sent again.
+
+        Args:
+            rank: the sender's rank in the default group.
+            group: a group that both processes are in; None is the default one.
+            expected_tokens: the total length that it will soon have: see `sequence`.
+            tenant: who the new sequence belongs to: see `sequence`.
+            reuse: False neither uses cached prefixes nor adds to them.
+
+        Raises:
+            ArgumentError: there is no such process or group; or the cache has an event log, which cannot express the
+                sender's ids, salt or adapter.
+            LayoutError: the sequence is of another layout.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. In all these cases the
+                sender gets `TransferRefusedError`, nothing has changed, and both processes can go on.
+            TransferError: the sender is gone, does not send within the group's timeout, or sends something else.
+            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+        """
+        check_flags(reuse=reuse)
+        return receive(self, rank, group, expected_tokens, tenant, reuse)
+
+    def order_behind(self, sequence: Sequence) -> None:
+        """Has the current stream wait for all work on a sequence so far.
+
+        Raises:
+            StreamCaptureError, UseAfterFreeError: nothing has changed.
+        """
+        ask = Ask()
+        code = entries.fence(self.address, sequence.ticket, ask.address)
+        if code < 0:
+            raise self.error(code, ask)
+        fence = Fence(self.pool.driver, ask.words[SLOTS_AT], ask.words[TICK])
+        fence.order(self.pool.driver.current_stream())
+
+    def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
+        """Salt and adapter that a sequence's tokens may be cached under, if any, and the ids that were committed."""
+        return None, NO_IDS
 
     def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
         """Gives sequence i the tokens of sequence `indices[i]`, as in beam search: rows and their addresses stay. All
@@ -285,9 +359,21 @@ class KVCache(Cache):
         chosen = indices_of(indices, len(batch))
         with self.pool.nvtx.reorder:
             reorder(self, batch, chosen)
+            if self.scales:
+                self.scales.copy({each.row: batch[index].row for each, index in zip(batch, chosen)})
+                self._order(batch)
         keys = [sequence.key for sequence in batch]  # type: ignore[attr-defined]
         for sequence, index in zip(batch, chosen):
             sequence.key = keys[index]  # type: ignore[attr-defined]
+
+    def _order(self, batch: Iterable[Any]) -> None:
+        """Has the streams of sequences wait for the current stream."""
+        driver = self.pool.driver
+        fence = Fence.after(driver, [driver.current_stream()])
+        slots = int(np.bitwise_or.reduce([self.rows["streams"][each.row] for each in batch]))
+        for slot in range(slots.bit_length()):
+            if slots >> slot & 1:
+                fence.order(driver.slot_streams[slot])
 
     def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
         """Makes tokens from `start` on safe to write over: pages shared with other sequences are copied, and these
@@ -386,7 +472,8 @@ class KVCache(Cache):
 
         Returns:
             K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
-            num_kv_heads]`.
+            num_kv_heads]`; those of whole sequences are the same memory for all tokens, which is written to by way of
+            `sequence_scales` only.
 
         Raises:
             OutOfRangeError, ArgumentError: there is no such layer.
@@ -398,6 +485,36 @@ class KVCache(Cache):
                 "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
             )
         return ScaledKV(*one_of(self._views, layer, "layer"), *self._scales[layer])
+
+    def sequence_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of whole sequences of one layer, by row: of a layout with `scales="sequence_head"`.
+
+        They are yours to write, before a sequence has tokens: what was rounded with others would be other numbers.
+        `vmmkv.kernels.sequence_scales` makes them of a prompt. `vmmkv.kernels.append` takes them as `k_scales` and
+        `v_scales`, rounds with them and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3
+        takes as `k_descale` and `v_descale`.
+
+        A new sequence has scales of 1. Forks begin with those of their parent; sequences that are reordered, suspended
+        or sent to another process take theirs along.
+
+        All of a cache's are `max_sequences * num_layers` times 8 bytes for each KV head, in plain memory of torch,
+        which is no part of its budget, and which `stats` does not count.
+
+        Returns:
+            Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such layer.
+            UnsupportedError: the layout has no such scales.
+        """
+        self.check_usable()
+        if self.layout.scales != "sequence_head":
+            raise UnsupportedError(
+                f"asked for the scales of sequences of a layout with scales={self.layout.scales!r}; make it with "
+                "KVLayout(scales='sequence_head')"
+            )
+        k_scales, v_scales = one_of(self._scales, layer, "layer")
+        return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
         """One range of the layout, all rows of it: `[elements]` of its dtype. K and V of its layers are views of this

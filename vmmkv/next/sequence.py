@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ..core import sequence as core
 from ..errors import (
@@ -21,6 +22,7 @@ from ..errors import (
 from ..layout import KVLayout, as_index, shown
 from ..tensors import check_dense
 from .arguments import check_tokens
+from .transferring import send
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -153,6 +155,34 @@ class Sequence(core.Sequence):
         """Raises `ValueError` for a token that it neither holds nor ends with."""
         if not self.start <= token <= self.length:
             raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {self.start} to {self.length}")
+
+    def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
+        """Sends its tokens to another process, which calls `KVCache.receive`, over torch.distributed: NCCL from a GPU,
+        gloo from host memory. The sequence is unchanged, and may be extended or freed right after.
+
+        Tokens are sent behind all work on the sequence so far. The host waits until the other process has memory for
+        them. Then NCCL sends them in the order of the current stream; with gloo they are on their way when this
+        returns. There is no acknowledgement that the tokens have arrived.
+
+        Committed token ids, salt and adapter are sent along; tokens that the receiver has cached already are not sent,
+        nor are the tenant and tokens in front of `start`.
+
+        Args:
+            rank: the receiver's rank in the default group.
+            group: a group that both processes are in; None is the default one. It takes one transfer at a time between
+                two processes.
+
+        Raises:
+            ArgumentError: there is no such process or group.
+            SuspendedError: it is suspended. Nothing was sent so far, and the receiver still waits.
+            TransferRefusedError: the receiver refuses it, for lack of memory, say. Both processes can go on.
+            TransferError: the receiver is gone, does not answer within the group's timeout, or sends something else.
+            StreamCaptureError: a CUDA graph is being captured.
+            DriverError: a driver call failed, before anything was sent, and the receiver still waits; or after all
+                tokens were sent. The sequence is unchanged.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        send(self, rank, group)
 
     def free(self) -> None:
         """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named

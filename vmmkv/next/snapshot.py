@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.cache import Cache
+from ..core.tables import RETIRED
 from ..rows.rows import FREE_PAGE, KEPT_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE
 from ..stats import CacheStats, MappedRange
 
@@ -22,7 +23,8 @@ Ints = npt.NDArray[np.int64]
 def mapped_rows(cache: Cache) -> Iterator[tuple[int, int]]:
     """Rows and ranges that have mapped pages."""
     extents = cache.extents.reshape(cache.max_sequences, len(cache.ranges))
-    yield from np.argwhere(extents["mapped"] > extents["first"]).tolist()
+    rows, parts = np.nonzero(extents["mapped"] > extents["first"])
+    yield from zip(rows.tolist(), parts.tolist())
 
 
 def frames_on(cache: Cache, row: int, part: int, first: int, end: int) -> Ints:
@@ -121,7 +123,8 @@ def stats(cache: KVCache) -> CacheStats:
     }
     uses, calls, made = int(cache.state[0]["page_uses"]), pool.meter.stats(), pool.word("made")
     live = int((cache.owners[: cache.max_sequences] > 0).sum())
-    mapped = len({row for row, _ in mapped_rows(cache) if not cache.owners[row]})
+    retired = int((cache.rows["list"][: cache.max_sequences] == RETIRED).sum())
+    parked = len({row for row, _ in mapped_rows(cache) if not cache.owners[row]}) - retired
     return CacheStats(
         budget_bytes=min(int(account["limit"]), pool.limit_pages) * size,
         physical_bytes=sum(pages.values()) * size,
@@ -129,7 +132,12 @@ def stats(cache: KVCache) -> CacheStats:
         token_bytes=tokens * records,
         waste=1 - tokens * records / (used * size) if used else 0.0,
         pages=pages,
-        rows={"live": live, "parked": mapped, "retired": 0, "empty": cache.max_sequences - live - mapped},
+        rows={
+            "live": live,
+            "parked": parked,
+            "retired": retired,
+            "empty": cache.max_sequences - live - parked - retired,
+        },
         pages_created=made,
         page_uses=uses,
         reuse_factor=uses / made if made else 0.0,
