@@ -49,6 +49,7 @@ from .tables import (
     GONE,
     LISTS,
     NEEDS,
+    NO_PAGES,
     NO_ROWS,
     NO_TOKEN,
     PART,
@@ -363,11 +364,11 @@ class Cache:
         """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
         if not 0 <= row < self.max_sequences or not 0 <= expected <= self.max_seq_len:
             raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and {expected} expected tokens")
-        sequence, ask = self.kind(self), Ask()
-        code = entries.adopt_kept(
-            self.address, row, last, check_tokens(tokens, self.max_seq_len), expected, self.pool.current_handle(),
-            sequence.cell.buffer_info()[0], ask.address,
-        )  # fmt: skip
+        sequence, ask, handle = self.kind(self), Ask(), self.pool.current_handle()
+        arguments = row, last, check_tokens(tokens, self.max_seq_len), expected, handle, sequence.cell.buffer_info()[0]
+        code = entries.adopt_kept(self.address, *arguments, ask.address)
+        while code == NO_PAGES and self.pool.take_leased_for(ask):
+            code = entries.adopt_kept(self.address, *arguments, ask.address)
         if code == GONE:
             return None
         self._started(sequence, code, ask, row)

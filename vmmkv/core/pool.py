@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from sys import is_finalizing
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -65,6 +65,16 @@ NO_LIMIT_PAGES = 1 << 40
 """The limit, in pages, of an account that may have all of its pool."""
 
 
+class Lessee(Protocol):
+    """A user of a pool that creates pages itself: see `vmmkv.core.leasing`."""
+
+    def give(self, pages: int) -> int:
+        """Gives back up to so many leased pages that do not exist; all, if it has ended. Returns how many."""
+
+    def mapped_pages(self) -> int:
+        """Pages of what is leased that exist."""
+
+
 class Ask:
     """Numbers to and from a compiled call: see `vmmkv.core.tables.ASK`."""
 
@@ -89,6 +99,8 @@ class Pool:
         self.evict: list[Callable[[int], int]] = []
         """Functions of guests: each is called with a number of pages, drops frames, and returns how many pages it
         gave."""
+        self.leases: list[Lessee] = []
+        """Users that create pages themselves."""
         self.lock: Any = threading.RLock()
         """The planning lock, held from the plan of a change to its commit."""
         self.copying: Any = threading.RLock()
@@ -154,6 +166,8 @@ class Pool:
                     code = entries.commit(self.address, code, ask.address)
                     if code == FAILED:
                         error = self.failure()
+            if code == NO_PAGES and self.take_leased_for(ask):
+                continue
             if code != WAIT and code != SHORT and code != FAILED:
                 break
             refusal = error or refusal
@@ -227,8 +241,10 @@ class Pool:
             raise BudgetError(
                 f"asked for a limit of {pages} pages, {reserved} of them reserved; the device has {self.most}"
             )
-        if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
-            raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
+        while self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
+            missing = max(pages, reserved) - ask.words[AVAILABLE] if account >= 0 else ask.words[AVAILABLE] - pages
+            if not self.take_leased(missing):
+                raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
             self.trim_to(max(pages - self.word("leased"), 0))
 
@@ -250,6 +266,30 @@ class Pool:
     def free_pages(self) -> int:
         """Pages that exist and are mapped nowhere, nor held."""
         return self.word("small") + self.word("larges") * LARGE
+
+    def release(self, pages: int) -> int:
+        """Gives up to so many pages that are free, surplus, or only held by guests, back to the driver; returns how
+        many."""
+        before = self.word("created")
+        self.trim_to(before - pages)
+        missing = pages - before + self.word("created")
+        for evict in self.evict:
+            missing -= evict(missing) if missing > 0 else 0
+        self.trim_to(before - pages)
+        return before - self.word("created")
+
+    def take_leased(self, pages: int) -> int:
+        """Takes back up to so many leased pages that do not exist, but none that are reserved; and all of lessees that
+        have ended. Returns how many."""
+        given = 0
+        for lessee in self.leases.copy():
+            given += lessee.give(max(pages - given, 0))
+        return given
+
+    def take_leased_for(self, ask: Ask) -> bool:
+        """Takes back leased pages for a plan that was refused for want of pages. Returns whether there were any."""
+        missing = ask.words[ASKED] - self.word("budget") + self.word("committed")
+        return missing > 0 and self.take_leased(missing) > 0
 
     def unstage(self) -> None:
         """Drops a copy that was left in the staging range."""
@@ -284,10 +324,10 @@ class Pool:
         if not 0 <= reserved <= limit <= NO_LIMIT_PAGES:
             raise BudgetError(f"asked to reserve {reserved} of at most {limit} pages")
         ask = Ask()
-        code = entry(address, limit, reserved, ask.address)
-        if code == NO_LIMIT:
+        while (code := entry(address, limit, reserved, ask.address)) == NO_LIMIT:
             left = ask.words[AVAILABLE]
-            raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
+            if not self.take_leased(reserved - left):
+                raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
         if code == FULL:
             raise BudgetError(f"a pool has at most {SLOTS} caches and {SLOTS} accounts at a time; close some")
         return code

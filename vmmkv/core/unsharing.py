@@ -12,7 +12,7 @@ from ..errors import OutOfPagesError, VmmkvError
 from . import entries
 from .pool import NO_LIMIT_PAGES, ROW_AT, SLOTS_AT, TICK, Ask, Pool, busy
 from .sequence import gone
-from .tables import BROKEN, GONE, ROW_MASK
+from .tables import BROKEN, GONE, NO_PAGES, ROW_MASK
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -31,9 +31,9 @@ def part_from(cache: Cache, ticket: int, pages: list[int]) -> None:
     ask, firsts = Ask(), array("q", pages)
     with cache.pool.copying:
         cache.pool.unstage()
-        code = entries.can_part(cache.address, ticket, firsts.buffer_info()[0], ask.address)
-        if code < 0:
-            raise cache.error(code, ask)
+        while (code := entries.can_part(cache.address, ticket, firsts.buffer_info()[0], ask.address)) < 0:
+            if code != NO_PAGES or not cache.pool.take_leased_for(ask):
+                raise cache.error(code, ask)
         for part, page in enumerate(pages):
             while _step(cache, ticket, part, page):
                 pass

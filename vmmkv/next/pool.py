@@ -168,16 +168,17 @@ class FramePool(Pool):
     def stats(self) -> FramePoolStats:
         """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
         self.check_usable()
+        self.take_leased(0)  # of memory pools that are gone
         size, accounts = self.page_size, tuple(self._accounts())
-        mapper = self.mapper
+        mapper, taken = self.mapper, sum(lessee.mapped_pages() for lessee in self.leases)
         return FramePoolStats(
             limit_bytes=self.limit_pages * size,
-            physical_bytes=(self.word("created") + int(self.accounts["leased"].sum())) * size,
+            physical_bytes=(self.word("created") + taken) * size,
             free_bytes=self.free_pages() * size,
             leased_bytes=self.word("leased") * size,
             guaranteed_bytes=int(self.accounts["reserved"].sum()) * size,
-            holders=len(accounts),
-            used_bytes=self.word("used") * size,
+            holders=int(self.accounts["open"].sum()),
+            used_bytes=(self.word("used") - self.word("leased") + taken) * size,
             sequences=sum(account.sequences for account in accounts),
             tokens=sum(account.tokens for account in accounts),
             pages_created=self.word("made"),
@@ -226,6 +227,7 @@ class FramePool(Pool):
             return
         if self.lock._is_owned():
             raise BusyError("asked to close a FramePool in the middle of another call of the same thread")
+        self.take_leased(0)
         if self.accounts["open"].any():
             raise BudgetError(
                 f"{int(self.accounts['open'].sum())} caches, growable tensors or memory pools (with what torch has "

@@ -39,11 +39,12 @@ class Allocator:
         allocate: address of `void *allocate(ssize_t size, int device, void *stream)`.
         deallocate: address of `void deallocate(void *segment, ssize_t size, int device, void *stream)`.
         state: the books, a record of `STATE`.
+        address: that of the books.
     """
 
     def __init__(self, driver: Driver, budget: int) -> None:
         records = np.zeros(1, STATE)
-        self.state, self._address = records[0], records.ctypes.data
+        self.state, self.address = records[0], records.ctypes.data
         self.state["driver"], self.state["page_size"] = driver.address, driver.page_size
         self.state["budget"] = budget * driver.page_size
         libc = ctypes.CDLL(None)
@@ -51,7 +52,7 @@ class Allocator:
             function = getattr(libc, f"pthread_mutex_{name}")
             self.state[name] = ctypes.cast(function, ctypes.c_void_p).value
         self.allocate, self.deallocate = (
-            bind(address_of(function), self._address, words) for function, words in ((allocate, 1), (deallocate, 2))
+            bind(address_of(function), self.address, words) for function, words in ((allocate, 1), (deallocate, 2))
         )
         keep(records, driver)
 
@@ -68,4 +69,4 @@ class Allocator:
     def set_budget(self, pages: int) -> int:
         """Sets the budget, or what is taken, if that is more; returns it. No allocation comes in between."""
         page_size = int(self.state["page_size"])
-        return int(set_budget(self._address, pages * page_size)) // page_size
+        return int(set_budget(self.address, pages * page_size)) // page_size

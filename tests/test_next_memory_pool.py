@@ -1,0 +1,589 @@
+"""Memory pools of torch on the core: what they lease counts, others keep theirs, and what is reserved is there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from random import Random
+
+import pytest
+import torch
+from c_driver import CDriver, Functions
+from conftest import ROUNDS, run_python, small_driver
+from faulty import FaultyDriver
+from test_torch import filled, mapped
+
+import vmmkv
+from vmmkv.core.check import check
+from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
+from vmmkv.next.cache import KVCache
+from vmmkv.next.growable_tensor import GrowableTensor
+from vmmkv.next.lease import Lease
+from vmmkv.next.memory_pool import MemoryPool, memory_pool
+from vmmkv.next.pool import FramePool
+from vmmkv.next.sequence import Sequence
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+PAGE, MIB = 4096, 1 << 20
+
+
+class Device:
+    """A frame pool on host memory, and an allocator whose pages come from there, too.
+
+    Args:
+        pages: the pool's limit.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.driver = FaultyDriver(small_driver("cpu"))
+        self.driver.unmaps_anything = self.driver.changes_access = True
+        self.c_driver = CDriver(driver=self.driver)
+        self.pool = FramePool.on(self.driver.inner, pages * PAGE)
+        self.functions = Functions(self.c_driver, 0)
+        self.segments: dict[int, int] = {}
+
+    def lease(self, limit: int, reserved: int = 0) -> Lease:
+        return Lease(self.pool, self.functions.allocator, limit, reserved)
+
+    def cache(self, **options: object) -> KVCache:
+        return KVCache(LAYOUT, 4, 320, pool=self.pool, **options)  # type: ignore[arg-type]
+
+    def allocate(self, pages: int) -> bool:
+        """Whether there was a segment to have."""
+        address = self.functions.allocate(pages * PAGE)
+        if address:
+            ctypes.memset(address, 1, pages * PAGE)
+            self.segments[address] = pages * PAGE
+        return bool(address)
+
+    def deallocate(self) -> None:
+        self.functions.deallocate(*self.segments.popitem())
+
+    @property
+    def leased(self) -> int:
+        return self.pool.stats().leased_bytes // PAGE
+
+    def check(self) -> None:
+        """What the books say is what there is, and no more than is allowed."""
+        stats, pool, allocator = self.pool.stats(), self.pool, self.functions.allocator
+        assert not self.c_driver.misuse
+        check(pool, [each for each in pool.members if each.addresses])
+        assert stats.physical_bytes == self.driver.num_pages * PAGE <= stats.limit_bytes
+        assert pool.word("created") + pool.word("leased") <= pool.limit_pages
+        assert allocator.physical == sum(self.segments.values()) // PAGE <= allocator.budget <= pool.word("leased")
+
+    def end(self, lease: Lease) -> None:
+        """Everything goes back, and nothing of the lease is left."""
+        while self.segments:
+            self.deallocate()
+        lease.end()
+        assert not self.pool.leases
+        self.pool.close()
+        assert not self.driver.handles
+
+
+class Machine:
+    """A cache, a tensor and a memory pool on one frame pool: blocks that begin and end, a limit that moves, and calls
+    that fail. No byte of another changes, and what is reserved can be had."""
+
+    def __init__(self, random: Random, faults: bool) -> None:
+        self.random, self.faults = random, faults
+        self.device = Device(70)
+        self.reserved = random.choice([0, 5, 10])
+        self.lease = self.device.lease(random.choice([12, 70]), self.reserved)
+        self.cache = self.device.cache(reserved=random.choice([0, 6]) * PAGE)
+        self.tensor = GrowableTensor((20, PAGE), torch.uint8, max_bytes=20 * PAGE, pool=self.device.pool)
+        self.live: list[tuple[Sequence, float]] = []
+        self.inside = False
+        self.done: Counter[str] = Counter()
+
+    def step(self) -> None:
+        random, driver = self.random, self.device.driver
+        if self.faults and random.random() < 0.2:
+            driver.fail(random.choice(["create", "map", "set_access"]), random.randrange(5), random.random() < 0.5)
+        name = random.choice([name for name in dir(self) if name.startswith("do_")])
+        with suppress(OutOfPagesError, OutOfRowsError, DriverError, BudgetError):
+            getattr(self, name)()
+            self.done[name] += 1
+        driver.heal()
+        self.device.c_driver.failed, self.device.c_driver.fail_at = None, -1
+        self.verify()
+
+    def do_begin(self) -> None:
+        self.live.append((self.cache.sequence(self.random.choice([0, 20, 60, 300])), self.random.random()))
+        self.live[-1][0].k(0).fill_(self.live[-1][1])
+
+    def do_extend(self) -> None:
+        if self.live:
+            sequence, value = self.random.choice(self.live)
+            before = sequence.length
+            sequence.extend(min(self.random.choice([1, 9, 50]), 320 - before))
+            sequence.k(0)[before:].fill_(value)
+
+    def do_free(self) -> None:
+        if self.live:
+            self.live.pop(self.random.randrange(len(self.live)))[0].free()
+
+    def do_fork(self) -> None:
+        if self.live:
+            sequence, value = self.random.choice(self.live)
+            self.live.append((sequence.fork(), value))
+
+    def do_resize(self) -> None:
+        self.tensor.resize(self.random.randint(0, 20))
+
+    def do_limit(self) -> None:
+        self.device.pool.set_limit(self.random.randint(10, 90) * PAGE)
+
+    def do_trim(self) -> None:
+        self.random.choice([self.device.pool.trim, self.cache.trim, self.tensor.trim])()
+
+    def do_enter(self) -> None:
+        self.inside = True
+        self.lease.grow()
+
+    def do_leave(self) -> None:
+        self.lease.shrink()
+        self.inside = False
+        assert not self.device.allocate(1)
+
+    def do_allocate(self) -> None:
+        if self.inside:
+            if self.faults:
+                self.device.c_driver.fail_at = self.random.choice([-1, 0, 1, 2])
+            self.device.driver.heal()
+            self.device.allocate(self.random.randint(1, 9))
+
+    def do_deallocate(self) -> None:
+        if self.device.segments:
+            self.device.driver.heal()
+            self.device.deallocate()
+
+    def verify(self) -> None:
+        if self.device.c_driver.misuse:
+            raise self.device.c_driver.misuse[0]
+        self.device.check()
+        self.tensor.tensor.fill_(7)
+        assert all((sequence.k(0) == value).all() for sequence, value in self.live)
+        assert all(ctypes.string_at(at, size) == b"\1" * size for at, size in self.device.segments.items())
+
+    def end(self) -> None:
+        self.lease.grow()
+        missing = self.reserved - self.device.functions.allocator.physical
+        assert missing <= 0 or self.device.allocate(missing)
+        self.cache.close()
+        self.tensor.close()
+        self.device.end(self.lease)
+
+
+@pytest.mark.parametrize("faults", [False, True])
+def test_any_use_of_a_pool_with_a_lease(faults: bool) -> None:
+    done: Counter[str] = Counter()
+    for _ in range(12 * ROUNDS):
+        seed = Random().randrange(1 << 32)
+        machine = Machine(Random(seed), faults)
+        try:
+            for _ in range(40):
+                machine.step()
+            machine.end()
+        except BaseException as error:
+            error.add_note(f"Machine(Random({seed}), {faults})")
+            raise
+        done += machine.done
+    assert len(done) == 11, done
+
+
+def test_a_block_has_what_others_do_not_use() -> None:
+    """Also what is mapped and parked, or free; and gives back what does not exist."""
+    device = Device(20)
+    cache = device.cache(large_frames=False)
+    kept, parked, gone = cache.sequence(3 * 8), cache.sequence(12 * 8), GrowableTensor((5, PAGE), pool=device.pool)
+    parked.free()
+    gone.resize(1)
+    gone.close()
+    lease = device.lease(30)
+    lease.grow()
+    assert device.leased == 17
+    assert not device.allocate(18)
+    assert device.allocate(10)
+    device.check()
+    lease.shrink()
+    assert device.leased == 10
+    kept.extend(7 * 8)
+    with pytest.raises(OutOfPagesError):
+        kept.extend(8)
+    device.check()
+    cache.close()
+    device.end(lease)
+
+
+def test_others_have_what_a_block_has_not_made_but_for_what_is_reserved() -> None:
+    device = Device(20)
+    cache = device.cache(large_frames=False)
+    lease = device.lease(20, reserved=8)
+    lease.grow()
+    assert device.allocate(5)
+    sequence = cache.sequence(12 * 8)
+    with pytest.raises(OutOfPagesError):
+        sequence.extend(8)
+    assert not device.allocate(4)
+    assert device.allocate(3)
+    device.check()
+    cache.close()
+    device.end(lease)
+
+
+def test_a_lease_takes_nothing_from_another() -> None:
+    """Whose block may run, and need it at any moment."""
+    device = Device(20)
+    first = device.lease(15)
+    other = Functions(device.c_driver, 0)
+    second = Lease(device.pool, other.allocator, 15, 0)
+    first.grow()
+    second.grow()
+    assert device.allocate(15)
+    assert [int(device.pool.accounts[lease.account]["leased"]) for lease in (first, second)] == [15, 5]
+    second.end()
+    device.end(first)
+
+
+def test_limits_and_trims_leave_what_was_made() -> None:
+    device = Device(20)
+    pool, lease = device.pool, device.lease(20)
+    cache = device.cache(large_frames=False)
+    cache.sequence(6 * 8).free()
+    lease.grow()
+    assert device.allocate(7)
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.set_limit(6 * PAGE)
+    assert (caught.value.requested, caught.value.available) == (6, 7)
+    pool.set_limit(9 * PAGE)
+    lease.grow()
+    assert not device.allocate(3)
+    assert device.allocate(2)
+    pool.set_limit(20 * PAGE)
+    cache.sequence(6 * 8).free()
+    assert pool.trim(keep=12 * PAGE) == 3 * PAGE
+    assert pool.trim() == 3 * PAGE
+    assert pool.stats().physical_bytes == 9 * PAGE
+    device.check()
+    cache.close()
+    device.end(lease)
+
+
+def test_what_a_block_has_not_made_can_be_reserved_by_others() -> None:
+    device = Device(20)
+    lease = device.lease(20)
+    lease.grow()
+    assert device.allocate(6)
+    with pytest.raises(BudgetError, match="14 are neither used nor reserved"):
+        device.cache(reserved=15 * PAGE)
+    lease.shrink()
+    lease.grow()
+    cache = device.cache(reserved=14 * PAGE)
+    assert not device.allocate(1)
+    assert cache.sequence(14 * 8).length == 14 * 8
+    with pytest.raises(BudgetError):
+        Lease(device.pool, device.functions.allocator, 20, 1)
+    device.check()
+    cache.close()
+    device.end(lease)
+
+
+def test_segments_come_while_others_take_the_lease() -> None:
+    """In another thread, whatever happens to the limit and the cache meanwhile."""
+    device = Device(24)
+    pool, lease = device.pool, device.lease(20, reserved=4)
+    cache = device.cache()
+    over, got = threading.Event(), [0, 0]
+
+    def allocate() -> None:
+        random = Random(5)
+        while not over.is_set():
+            got[device.allocate(random.randint(1, 6))] += 1
+            if len(device.segments) > random.randint(0, 4):
+                device.deallocate()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    random = Random(6)
+    try:
+        for _ in range(150):
+            with suppress(OutOfPagesError):
+                random.choice(
+                    [
+                        lease.grow,
+                        lambda: lease.give(3),
+                        lambda: cache.sequence(8 * random.randint(1, 12)).free(),
+                        lambda: pool.set_limit(random.randint(4, 24) * PAGE),
+                    ]
+                )()
+            assert device.functions.allocator.budget == pool.word("leased")
+            assert pool.word("leased") + pool.word("created") <= pool.limit_pages
+    finally:
+        over.set()
+        thread.join()
+    assert min(got) > 0
+    device.check()
+    cache.close()
+    device.end(lease)
+
+
+def test_a_forked_child_has_no_lease() -> None:
+    child = run_python(
+        """
+        import os, vmmkv
+        from test_next_memory_pool import Device
+        device = Device(20)
+        lease = device.lease(20)
+        lease.grow()
+        assert device.allocate(2)
+        if not os.fork():
+            try:
+                lease.grow()
+            except vmmkv.ForkError:
+                print("refused", flush=True)
+            lease.shrink()
+            lease.end()
+            os._exit(0)
+        os.wait()
+        print(device.leased)
+        lease.shrink()
+        print(device.leased)
+        """
+    )
+    assert child.stdout == "refused\n20\n2\n", child.stderr
+
+
+# ---------------------------------------------------------------------- memory pools
+
+
+class Caching:
+    """What torch does with memory pools, on the host: it keeps segments whose tensors are gone, until their pool ends
+    or it is told to empty its cache; a pool ends when nothing holds it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pools: list[Caching.Pool] = []
+        self.orphans: list[int] = []
+
+    class Pool:
+        def __init__(self, caching: Caching) -> None:
+            self.caching, self.unused = caching, []
+
+        def __del__(self) -> None:
+            self.caching.orphans += self.unused
+            self.caching.empty()
+
+    def empty(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        for address in self.orphans:
+            self.device.functions.deallocate(address, PAGE)
+            del self.device.segments[address]
+        self.orphans = []
+
+    def make(self, allocator: object) -> Pool:
+        return self.Pool(self)
+
+    @contextmanager
+    def use(self, pool: Pool, device: torch.device) -> Iterator[None]:
+        self.pools.append(pool)
+        yield
+        self.pools.pop()
+
+    def tensor(self) -> Tensor:
+        """A tensor of a page, in the pool of the innermost block."""
+        pool = self.pools[-1]
+        address = pool.unused.pop() if pool.unused else self.device.functions.allocate(PAGE)
+        if not address:
+            raise torch.OutOfMemoryError("no segment")
+        self.device.segments[address] = PAGE
+        return Tensor(self, weakref.ref(pool), address)
+
+
+class Tensor:
+    """What `Caching.tensor` returns."""
+
+    def __init__(self, caching: Caching, pool: Callable[[], Caching.Pool | None], address: int) -> None:
+        self.caching, self.pool, self.address = caching, pool, address
+
+    def __del__(self) -> None:
+        pool = self.pool()
+        (pool.unused if pool else self.caching.orphans).append(self.address)
+
+
+@pytest.fixture
+def caching(monkeypatch: pytest.MonkeyPatch) -> Caching:
+    caching = Caching(Device(20))
+    monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda allocate, deallocate: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", caching.make)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", caching.use)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return caching
+
+
+def lessee(caching: Caching, limit: int, reserved: int = 0) -> MemoryPool:
+    device = caching.device
+    return MemoryPool(torch.device("cpu"), device.functions.allocator, device.lease(limit, reserved))
+
+
+def test_a_memory_pool_leases_while_it_is_in_use(caching: Caching) -> None:
+    device = caching.device
+    memory = lessee(caching, 12)
+    cache = device.cache(large_frames=False)
+    cache.sequence(20 * 8).free()
+    assert device.pool.stats().holders == 2
+    with memory:
+        assert memory.stats().leased_bytes == memory.stats().budget_bytes == 12 * PAGE
+        tensors = [caching.tensor() for _ in range(5)]
+        device.check()
+        with pytest.raises(RuntimeError, match="is in a with block"):
+            memory.__enter__()
+        with pytest.raises(RuntimeError, match="is in a with block"):
+            memory.release()
+    assert memory.stats().leased_bytes == memory.stats().physical_bytes == 5 * PAGE
+    (account,) = [each for each in device.pool.stats().accounts if each.name == "MemoryPool 0"]
+    assert (account.mapped_bytes, account.used_bytes, account.limit_bytes) == (5 * PAGE, 5 * PAGE, 12 * PAGE)
+    del tensors[2:]
+    assert memory.stats().physical_bytes == 5 * PAGE
+    assert memory.release() == 3 * PAGE
+    assert device.leased == 2
+    assert cache.sequence(18 * 8).length == 18 * 8
+    device.check()
+    tensors.clear()
+    caching.empty()
+    memory.release()
+    cache.close()
+    with pytest.raises(BudgetError, match="memory pools"):
+        device.pool.close()
+    del memory
+    device.pool.close()
+    assert not device.driver.handles
+
+
+def test_the_account_of_a_memory_pool_ends_with_its_last_tensor(caching: Caching) -> None:
+    device = caching.device
+    memory = lessee(caching, 12, reserved=12)
+    with memory:
+        tensor, other = caching.tensor(), caching.tensor()
+    del other, memory
+    gc.collect()
+    stats = device.pool.stats()
+    assert (stats.holders, stats.guaranteed_bytes, stats.leased_bytes) == (1, 0, PAGE)
+    device.check()
+    cache = device.cache(large_frames=False)
+    sequence = cache.sequence(19 * 8)
+    with pytest.raises(OutOfPagesError):
+        sequence.extend(1)
+    assert tensor.address
+    del tensor
+    with pytest.raises(OutOfPagesError):  # torch keeps the segment
+        sequence.extend(1)
+    caching.empty()
+    sequence.extend(1)
+    cache.close()
+    device.pool.close()
+    assert not device.driver.handles
+
+
+def test_a_segment_that_could_not_be_leased(caching: Caching) -> None:
+    memory = lessee(caching, 12)
+    cache = caching.device.cache(large_frames=False)
+    sequence = cache.sequence(17 * 8)
+    tensors = []
+
+    def work() -> None:
+        with memory:
+            tensors.extend([caching.tensor(), caching.tensor()])
+            sequence.extend(8)
+            tensors.append(caching.tensor())
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        work()
+    assert "what could be leased" in caught.value.__notes__[0]
+    del caught  # it holds the pool
+    assert memory.stats().physical_bytes == memory.stats().leased_bytes == 2 * PAGE
+
+
+def test_what_a_memory_pool_does_not_go_with_is_refused() -> None:
+    pool = FramePool("1MiB", device="cpu", page_size=PAGE)
+    with pytest.raises(vmmkv.DeviceError, match="asked for a memory pool on cpu"):
+        memory_pool(pool=pool)
+    with pytest.raises(vmmkv.DeviceError, match="asked for a memory pool on cpu"):
+        memory_pool(device="cpu")
+    with pytest.raises(ValueError, match="a pool has its own"):
+        memory_pool(pool=pool, device="cuda")
+    with pytest.raises(ValueError, match="without a pool"):
+        memory_pool(reserved="1GiB")
+    with pytest.raises(vmmkv.ArgumentError, match="FramePool"):
+        memory_pool(pool="60GiB")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+TOKENS = 4096
+"""Of `LAYOUT`, in a page of 2 MiB."""
+
+
+@pytest.mark.gpu
+def test_tensors_and_tokens_on_one_pool() -> None:
+    pool = FramePool(256 * 2 * MIB, device="cuda")
+    cache = KVCache(LAYOUT, 4, 256 * TOKENS, pool=pool, lookahead=0, large_frames=False)
+    cache.sequence(200 * TOKENS).free()
+    memory = memory_pool("256MiB", pool=pool)
+    with memory:
+        assert pool.stats().leased_bytes == 256 * MIB
+        kept, gone = filled(40 * MIB, 3), filled(100 * MIB, 5)
+        with pytest.raises(torch.OutOfMemoryError):
+            filled(120 * MIB, 7)
+    assert mapped(kept.data_ptr(), 40 * MIB) + mapped(gone.data_ptr(), 100 * MIB) == memory.stats().physical_bytes
+    stats = pool.stats()
+    assert stats.leased_bytes == memory.stats().physical_bytes == 140 * MIB
+    sequence = cache.sequence(186 * TOKENS)
+    sequence.k(0).fill_(2)
+    with pytest.raises(OutOfPagesError):
+        sequence.extend(1)
+    assert (kept == 3).all()
+    assert (gone == 5).all()
+    del gone
+    assert memory.release() == 100 * MIB
+    sequence.extend(50 * TOKENS)
+    sequence.k(0).fill_(2)
+    assert (kept == 3).all()
+    cache.check()
+
+
+@pytest.mark.gpu
+def test_a_tensor_that_outlives_its_memory_pool_counts_until_torch_gives_it_back() -> None:
+    pool = FramePool(64 * 2 * MIB, device="cuda")
+    cache = KVCache(LAYOUT, 4, 64 * TOKENS, pool=pool, lookahead=0, large_frames=False)
+    with memory_pool("64MiB", pool=pool):
+        tensor = filled(64 * MIB, 3)
+    gc.collect()
+    assert pool.stats().leased_bytes == 64 * MIB
+    with pytest.raises(OutOfPagesError):
+        cache.sequence(33 * TOKENS)
+    assert (tensor == 3).all()
+    del tensor
+    torch.cuda.empty_cache()
+    assert cache.sequence(64 * TOKENS).length == 64 * TOKENS
+    cache.close()
+    pool.close()
+
+
+@pytest.mark.gpu
+def test_a_pool_with_a_budget_of_its_own() -> None:
+    pool = memory_pool("64MiB")
+    with pool:
+        tensor = filled(40 * MIB, 3)
+    with pytest.raises(torch.OutOfMemoryError) as caught, pool:
+        filled(40 * MIB, 4)
+    assert "segment of 40 MiB; 40 of its 64 MiB are taken" in caught.value.__notes__[0]
+    assert pool.stats().physical_bytes == 40 * MIB
+    assert (tensor == 3).all()

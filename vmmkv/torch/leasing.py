@@ -1,0 +1,63 @@
+"""Leases: pages of a pool that a memory pool's allocator creates and releases itself.
+
+torch calls the allocator where no Python may run, so the allocator cannot ask for each page: it is told beforehand how
+many it may have. What it has of them it alone decides, at any time, on any thread.
+
+One call changes the books of the pool and of the allocator. It holds the interpreter's lock, so no other change of the
+pool comes in between; and the allocator's mutex, so no allocation does. What the allocator may have is always leased.
+"""
+
+from ..compiled import entry, inner
+from ..compiled.native import call, view
+from ..core import leasing
+from ..core.tables import ACCOUNT, POOL
+from .allocating import STATE
+
+
+@entry
+def lease(books: int, pool: int, account: int, pages: int, ask: int) -> int:
+    """Leases up to so many more pages. Returns how many; see `vmmkv.core.leasing.lease`."""
+    if view(pool, 1, POOL)[0].dead:
+        return 0
+    got, state = leasing.lease(pool, account, pages, ask), view(books, 1, STATE)[0]
+    call(state.lock, (books,))
+    state.budget += got * state.page_size
+    call(state.unlock, (books,))
+    return got
+
+
+@inner
+def take_back(books: int, pool: int, account: int, pages: int, kept: int) -> int:
+    """Takes up to so many pages off the allocator that it has not taken, and leaves `kept` leased. Returns how many."""
+    p, state = view(pool, 1, POOL)[0], view(books, 1, STATE)[0]
+    leased = view(p.accounts_at, p.accounts, ACCOUNT)[account].leased
+    call(state.lock, (books,))
+    given: int = max(min(pages, (state.budget - state.physical) // state.page_size, leased - kept), 0)
+    state.budget -= given * state.page_size
+    call(state.unlock, (books,))
+    leasing.count(pool, account, -given)
+    return given
+
+
+@entry
+def give_back(books: int, pool: int, account: int, pages: int, kept: int) -> int:
+    """Gives up to so many pages back to the pool that are leased and not taken, and leaves `kept` leased. Returns how
+    many."""
+    return 0 if view(pool, 1, POOL)[0].dead else take_back(books, pool, account, pages, kept)
+
+
+@entry
+def end(books: int, pool: int, account: int) -> int:
+    """Gives all pages back that are not taken, ends the reservation, and the account if no page is left. Returns the
+    pages that are left."""
+    p = view(pool, 1, POOL)[0]
+    if p.dead:
+        return 0
+    take_back(books, pool, account, p.capacity * p.large, 0)
+    leasing.end(pool, account)
+    left: int = view(p.accounts_at, p.accounts, ACCOUNT)[account].leased
+    return left
+
+
+ENTRIES = [lease, give_back, end]
+SOURCES = ["driver/table.py", "core/tables.py", "core/leasing.py", "torch/allocating.py", "torch/leasing.py"]
