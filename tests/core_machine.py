@@ -379,6 +379,9 @@ class Machine:
     def do_trim(self, index: int) -> None:
         self.pool.trim(self.random.choice([0, 0, 5, 20]))
 
+    def do_trim_own(self, index: int) -> None:
+        self.caches[index].trim_own()
+
     def do_limit(self, index: int) -> None:
         before = self.pool.word("budget")
         pages = self.random.choice([8, 12, 20, 40, 90])
