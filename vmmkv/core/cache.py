@@ -414,7 +414,7 @@ class Cache:
 
     def trim_own(self) -> int:
         """Gives the cache's surplus, and free pages, back to the driver; returns the number of pages."""
-        while self.pool.change(Ask(), entries.plan_shed, self.address, TRIMMED) != GONE:
+        while self.pool.change(Ask(), entries.plan_trim_own, self.address, TRIMMED) != GONE:
             pass
         return self.pool.trim_to(self.pool.word("created") - self.pool.free_pages())
 

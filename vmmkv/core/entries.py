@@ -27,7 +27,7 @@ ENTRIES = [
     reclaim.plan_limit,
     reclaim.plan_trim,
     reclaim.plan_retired,
-    reclaim.plan_shed,
+    reclaim.plan_trim_own,
     reclaim.plan_stock,
     accounts.open_account,
     accounts.close_account,

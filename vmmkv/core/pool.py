@@ -242,8 +242,8 @@ class Pool:
                 f"asked for a limit of {pages} pages, {reserved} of them reserved; the device has {self.most}"
             )
         while self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
-            missing = max(pages, reserved) - ask.words[AVAILABLE] if account >= 0 else ask.words[AVAILABLE] - pages
-            if not self.take_leased(missing):
+            budget = pages if account < 0 else self.word("budget") - reserved
+            if not self.take_leased(self.word("committed") - budget):
                 raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
             self.trim_to(max(pages - self.word("leased"), 0))

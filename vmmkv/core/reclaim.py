@@ -180,7 +180,7 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
 
 
 @entry
-def plan_shed(cache: int, most: int, ask: int) -> int:
+def plan_trim_own(cache: int, most: int, ask: int) -> int:
     """Plans to unmap surplus of a cache, until about `most` pages become free. Returns a serial; `GONE` where there is
     none; or `WAIT`."""
     c, gained = view(cache, 1, CACHE)[0], 0
