@@ -104,6 +104,8 @@ class NoMapper:
     def ring(self) -> None:
         """Does nothing."""
 
+    stop = ring
+
 
 class Machine:
     """Runs random operations on caches of one pool.

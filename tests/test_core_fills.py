@@ -19,6 +19,8 @@ class NoMapper:
     def ring(self) -> None:
         """Does nothing."""
 
+    stop = ring
+
 
 def scrubbed(**options: int) -> tuple[Cache, SimulatedDevice]:
     """A cache whose pages are filled before a sequence has them."""

@@ -93,6 +93,7 @@ LAYERS += [
     "arguments",
     "starting",
     "cache",
+    "next",
     "publication",
     "vmmkv",
     "metrics",

@@ -21,14 +21,15 @@ from .reclaim import ALL, is_idle, supply
 from .rows import (
     available,
     copies_of,
+    grow_to,
     is_over,
     left_for,
     page_of,
     pages_for,
     place,
-    queue_row,
     recount,
     row_of,
+    set_length,
     use,
     use_tokens,
 )
@@ -87,16 +88,6 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 
 
 @inner
-def set_length(cache: int, row: int, length: int) -> int:
-    """Sets the length of a row that has room for it. Returns whether the mapper is to be woken."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    c.tokens += length - r.length
-    r.length = length
-    return queue_row(cache, row) if length > r.ahead_at else 0
-
-
-@inner
 def grow_inside(cache: int, tickets_at: int, count: int) -> int:
     """Sets rows to their targets, if all targets lie in ready pages. Returns `DONE`, `RING` or `NEEDS`."""
     c, ring, used_from = view(cache, 1, CACHE)[0], 0, count
@@ -152,19 +143,7 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
     if row < 0 or view(c.pool, 1, POOL)[0].dead:
         return NEEDS
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    target = r.length + tokens
-    if target > r.capacity or (held >= 0 and r.length != held):
-        return NEEDS
-    if target > r.room:
-        use_tokens(cache, row, target)
-        if is_over(cache):
-            use_tokens(cache, row, r.length)
-            return NEEDS
-    ring = set_length(cache, row, target)
-    if target > r.room:
-        recount(cache, row)
-        place(cache, row)
-    return RING if ring else DONE
+    return NEEDS if held >= 0 and r.length != held else grow_to(cache, row, r.length + tokens)
 
 
 # ---------------------------------------------------------------------- onto pages

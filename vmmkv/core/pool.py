@@ -65,13 +65,16 @@ NO_LIMIT_PAGES = 1 << 40
 """The limit, in pages, of an account that may have all of its pool."""
 
 
+ZEROS = array("q", bytes(8 * WORDS))
+
+
 class Ask:
     """Numbers to and from a compiled call: see `vmmkv.core.tables.ASK`."""
 
     __slots__ = "address", "words"
 
     def __init__(self) -> None:
-        self.words = array("q", bytes(8 * WORDS))
+        self.words = ZEROS[:]
         self.address = self.words.buffer_info()[0]
 
 

@@ -15,6 +15,7 @@ from .rows import (
     available,
     class_of,
     fit,
+    grow_to,
     is_over,
     page_of,
     pages_for,
@@ -150,8 +151,9 @@ def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int)
 
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
-    """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or
-    -2 - row, for any other than that row. It maps nothing, and needs no lock.
+    """Gives a row to a new sequence, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or -2 - row, for
+    any other than that row. It maps nothing, and needs no lock. If all of so many tokens lie on ready pages the
+    sequence has them, and `ask.asked` is their number; else it has none.
 
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the wanted row belongs to a live sequence; `NEEDS`: the pages of a row
     must be unmapped first (see `plan_empty`); `FULL` or `FAILED`: the stream could not be named.
@@ -177,6 +179,10 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
             let_slots(p.driver, 1 << slot)
         return code
     view(cell, 1, np.int64)[0] = own(cache, row, key, expected, slot, handle)
+    grown, a = grow_to(cache, row, tokens) if tokens else NEEDS, view(ask, 1, ASK)[0]
+    a.asked = tokens if grown != NEEDS else 0
+    if grown == RING:
+        return RING
     return RING if expected > rows[row].capacity and c.lookahead and queue_row(cache, row) else DONE
 
 
