@@ -104,7 +104,7 @@ class Bench:
 
     def core(self, pages: int, sequences: int, row_pages: int, *, large: bool = False) -> Cache:
         """The core's cache, on a pool of its own."""
-        return Cache(Pool(self.driver, pages), LAYOUT, sequences, row_pages * TOKENS, large=large)
+        return Cache(Pool(self.driver, pages), LAYOUT.record_bytes, sequences, row_pages * TOKENS, large=large)
 
     def today(self, pages: int, sequences: int, row_pages: int, *, large: bool = False) -> KVCache | None:
         """Today's cache; none on a driver without memory, which it cannot be given."""
@@ -323,7 +323,7 @@ class Bench:
         """Milliseconds in which a cache grows onto 10 GiB of large frames that another cache's parked rows have."""
         pages = min(10 << 30, self.driver.memory_info()[0] // 2) // self.size // LARGE * LARGE
         pool = Pool(self.driver, pages)
-        first, second = (Cache(pool, LAYOUT, 8, pages * TOKENS) for _ in range(2))
+        first, second = (Cache(pool, LAYOUT.record_bytes, 8, pages * TOKENS) for _ in range(2))
         first.sequence(pages * TOKENS).free()
         self.driver.synchronize()
         took = timed(lambda: second.sequence(pages * TOKENS).free()) / 1e3
@@ -364,7 +364,7 @@ def in_turns(sides: Sides, rounds: int) -> dict[str, dict[str, float]]:
 
 def python_calls(driver: Driver) -> dict[str, int]:
     """Python functions that are called, by operation."""
-    cache = Cache(Pool(driver, 4096), LAYOUT, 512, 64 * TOKENS, large=False)
+    cache = Cache(Pool(driver, 4096), LAYOUT.record_bytes, 512, 64 * TOKENS, large=False)
     one, many = cache.sequence(), cache.batch(cache.sequence(1) for _ in range(256))
     parent, born = cache.sequence(8 * TOKENS), [cache.sequence(TOKENS)]
     return {

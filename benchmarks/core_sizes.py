@@ -35,7 +35,7 @@ def microseconds(call: Callable[[], object], times: int = 400) -> float:
 def parked(count: int, pages: int = 1, rows: int = 0) -> tuple[Pool, Cache]:
     """A cache with so many parked rows of so many pages."""
     pool = Pool(NullDriver(4 * 1024**3, PAGE), 1 << 20)
-    cache = Cache(pool, LAYOUT, rows or count + 64, 8192, large=False)
+    cache = Cache(pool, LAYOUT.record_bytes, rows or count + 64, 8192, large=False)
     cache.free([cache.sequence(4 * pages) for _ in range(count)])
     return pool, cache
 
@@ -74,7 +74,7 @@ def main() -> None:
               f"set_limit {limited:.2f} a page, grow by a reclaimed page {reclaimed:.1f}")  # fmt: skip
     for rows in (1_000, 100_000):
         pool, cache = Pool(NullDriver(4 * 1024**3, PAGE), 1 << 20), None
-        cache = Cache(pool, LAYOUT, rows, 8192, large=False)
+        cache = Cache(pool, LAYOUT.record_bytes, rows, 8192, large=False)
         sequences = [cache.sequence(4 * (10 if rows > 1000 else 1)) for _ in range(rows - 2)]
         one = sequences[rows // 2]
         inside = microseconds(lambda: one.extend(0))  # noqa: B023

@@ -23,7 +23,7 @@ from vmmkv import KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table
-from vmmkv.space.arena import ADDRESS_LIMIT
+from vmmkv.core.addresses import ADDRESS_LIMIT
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .virtual import FRAMES, SCHEMES, make_allocator, map_ahead, mapped_bytes, used_bytes

@@ -122,7 +122,7 @@ class New(House):
         self.driver.inner.memory_info = lambda: (1 << 22, 1 << 22)  # type: ignore[method-assign]
         self.pool = Pool(self.driver.inner, pages)
         for layout, each in zip(layouts, options):
-            self.caches.append(Cache(self.pool, layout, MAX_SEQUENCES, MAX_SEQ_LEN, **each))
+            self.caches.append(Cache(self.pool, layout.record_bytes, MAX_SEQUENCES, MAX_SEQ_LEN, **each))
 
     def address(self, index: int, row: int, part: int) -> int:
         return int(self.caches[index].ranges[part]["address"]) + row * self.stride(index, part)

@@ -104,7 +104,8 @@ class NoMapper:
     def ring(self) -> None:
         """Does nothing."""
 
-    stop = ring
+    def stop(self) -> None:
+        """Does nothing."""
 
 
 class Machine:
@@ -135,7 +136,8 @@ class Machine:
             layers, 1, random.choice([16, 36, 64]), torch.float32, layers_per_range=random.choice([None, 1, 2])
         )
         return Cache(
-            self.pool, layout, random.choice([2, 4, 7]), random.choice([40, 400]), large=random.random() < 0.5,
+            self.pool, layout.record_bytes, random.choice([2, 4, 7]), random.choice([40, 400]),
+            large=random.random() < 0.5,
             reserved=random.choice([0, 0, 3]), overread=random.choice([0, 0, 5]), scrub=random.random() < 0.2,
             lookahead=random.choice([0, 20]),
         )  # fmt: skip

@@ -29,7 +29,7 @@ def new_pool(pages: int = 200, driver: Driver | None = None) -> Pool:
 
 def new_cache(pool: Pool, rows: int = 8, tokens: int = 200, **options: object) -> Cache:
     """A cache of a small layout."""
-    return Cache(pool, LAYOUT, rows, tokens, **options)  # type: ignore[arg-type]
+    return Cache(pool, LAYOUT.record_bytes, rows, tokens, **options)  # type: ignore[arg-type]
 
 
 def token_at(cache: Cache, row: int, part: int, token: int) -> tuple[int, int]:

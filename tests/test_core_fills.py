@@ -19,7 +19,8 @@ class NoMapper:
     def ring(self) -> None:
         """Does nothing."""
 
-    stop = ring
+    def stop(self) -> None:
+        """Does nothing."""
 
 
 def scrubbed(**options: int) -> tuple[Cache, SimulatedDevice]:
@@ -28,7 +29,7 @@ def scrubbed(**options: int) -> tuple[Cache, SimulatedDevice]:
     pool = Pool(device.inner, 40)
     pool.mapper = NoMapper()
     layout = vmmkv.KVLayout(3, 2, 16, torch.float32)
-    return Cache(pool, layout, 4, 100, large=False, scrub=True, **options), device
+    return Cache(pool, layout.record_bytes, 4, 100, large=False, scrub=True, **options), device
 
 
 def test_pages_that_a_truncation_has_left_stay_until_they_are_filled() -> None:

@@ -35,7 +35,7 @@ class Tensors:
     """A cache, and its rows as a tensor of words: `[rows, tokens, words]`."""
 
     def __init__(self, pool: Pool, rows: int, **options: int) -> None:
-        self.cache = Cache(pool, LAYOUT, rows, MOST, **options)  # type: ignore[arg-type]
+        self.cache = Cache(pool, LAYOUT.record_bytes, rows, MOST, **options)  # type: ignore[arg-type]
         part, device = self.cache.ranges[0], pool.driver.device
         row_bytes = int(part["row_pages"]) * pool.driver.page_size
         whole = export_range(int(part["address"]), rows * row_bytes, device, owner=pool).view(torch.int32)

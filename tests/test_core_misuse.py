@@ -349,7 +349,7 @@ class CapturingDevice(SimulatedDevice):
 def capturing() -> tuple[CapturingDevice, Pool, Cache]:
     device = CapturingDevice(Random())
     pool = Pool(device.inner, 90)
-    return device, pool, Cache(pool, LAYOUT, 6, 200)
+    return device, pool, Cache(pool, LAYOUT.record_bytes, 6, 200)
 
 
 @pytest.mark.parametrize("scrub", [False, True])
@@ -360,7 +360,7 @@ def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
         random = Random(seed)
         device = CapturingDevice(random)
         pool = Pool(device.inner, 60)
-        cache = Cache(pool, LAYOUT, 8, 200, scrub=scrub)
+        cache = Cache(pool, LAYOUT.record_bytes, 8, 200, scrub=scrub)
         first, second, _third = device.streams
         left: list[tuple[int, int]] = []
         for stream in (first, second):
@@ -424,7 +424,7 @@ def test_streams_live_while_sequences_name_them(capturing: tuple[CapturingDevice
 
 def test_more_streams_than_slots(capturing: tuple[CapturingDevice, Pool, Cache]) -> None:
     device, pool, _cache = capturing
-    cache = Cache(pool, LAYOUT, 70, 20)
+    cache = Cache(pool, LAYOUT.record_bytes, 70, 20)
     sequences = []
     for _ in range(62):
         device.current = device.new_stream()

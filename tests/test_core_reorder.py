@@ -112,7 +112,7 @@ def bare_cache(pages: int = 40, **options: Any) -> tuple[Cache, SimulatedDevice]
     device = SimulatedDevice(Random())
     device.changes_access = True
     layout = vmmkv.KVLayout(3, 2, 16, torch.float32)
-    return Cache(Pool(device.inner, pages), layout, 4, 100, **{"large": False, **options}), device
+    return Cache(Pool(device.inner, pages), layout.record_bytes, 4, 100, **{"large": False, **options}), device
 
 
 def test_beams_that_were_forked_copy_and_map_nothing() -> None:

@@ -92,6 +92,7 @@ LAYERS += [
     "sequence",
     "arguments",
     "starting",
+    "next",
     "cache",
     "next",
     "publication",

@@ -28,6 +28,7 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
+from .core.addresses import check_address_space
 from .driver.driver import Driver, open_driver
 from .driver.fence import Fence
 from .errors import (
@@ -60,7 +61,6 @@ from .rows.rows import Rows
 from .rows.scales import SequenceScales
 from .sequence import Sequence, check_length, check_reusable, check_tokens
 from .snapshot import mapped_ranges, snapshot
-from .space.arena import check_address_space
 from .space.mapper import Mapper
 from .starting import Found, Starting
 from .stats import CacheStats, MappedRange

@@ -13,6 +13,7 @@ import numpy as np
 import typer
 
 from ..arguments import check_size
+from ..core.addresses import check_address_space
 from ..driver.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, dtype_from_name, kv_dtype_from_name
@@ -20,7 +21,6 @@ from ..memory.budget import parse_bytes
 from ..model_config import MAX_SEQ_LEN, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
-from ..space.arena import check_address_space
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 

@@ -4,10 +4,8 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
-from ..driver.table import FREE
 from .booking import settle
-from .journal import begin, close, emit
-from .tables import ACCOUNT, ASK, CACHE, DONE, FULL, LISTS, LIVE, NO_LIMIT, POOL, RANGE, ROW, STEP, TAKEN
+from .tables import ACCOUNT, ASK, CACHE, DONE, FULL, LISTS, LIVE, NO_LIMIT, POOL, ROW, TAKEN
 
 
 @entry
@@ -69,8 +67,8 @@ def leave_pool(cache: int) -> None:
 
 @entry
 def plan_close(cache: int, ask: int) -> int:
-    """Takes a cache without sequences and pages off its pool, and plans to give its addresses back. Returns a serial;
-    `DONE` where it has none; or `TAKEN`: there are sequences, or pages."""
+    """Takes a cache without sequences and pages off its pool. Returns `DONE`; or `TAKEN`: there are sequences, or
+    pages."""
     c = view(cache, 1, CACHE)[0]
     settle(c.pool, ask)
     heads = view(c.rows_at, c.num_rows + LISTS, ROW)
@@ -79,17 +77,4 @@ def plan_close(cache: int, ask: int) -> int:
             return TAKEN
     c.closed = 1
     leave_pool(cache)
-    p, serial = view(c.pool, 1, POOL)[0], DONE
-    begin(c.pool)
-    for part in range(c.ranges):
-        g = view(c.ranges_at, c.ranges, RANGE)[part]
-        if g.address:
-            s = view(p.steps_at, p.max_steps, STEP)[
-                emit(c.pool, FREE, 0, g.address, g.row_pages * c.num_rows * p.page_size, 0)
-            ]
-            s.cache, s.range = cache, part
-            serial = p.serial
-    if serial == DONE:
-        p.pending = 0
-        return DONE
-    return close(c.pool)
+    return DONE

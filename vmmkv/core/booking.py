@@ -2,7 +2,7 @@
 
 from ..compiled import entry, inner
 from ..compiled.native import view
-from ..driver.table import CREATE, FREE, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
+from ..driver.table import CREATE, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .frames import add_gain, book_map, book_unmap, push_free, settle_frame, stay
 from .journal import STEP_SIZE
 from .rows import add_user, charge, frame_at, place, put_frame, queue_row, recount, track, use_tokens
@@ -21,7 +21,6 @@ from .tables import (
     LISTS,
     OUT,
     POOL,
-    RANGE,
     RING,
     ROW,
     STAGE,
@@ -42,9 +41,6 @@ def book(step: int) -> None:
     if s.cache == 0:
         return
     c = view(s.cache, 1, CACHE)[0]
-    if s.kind == FREE:
-        view(c.ranges_at, c.ranges, RANGE)[s.range].address = 0
-        return
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[s.row * c.ranges + s.range]
     end = s.page + s.count
     if s.kind == UNMAP:

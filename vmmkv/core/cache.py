@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,8 +22,8 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..layout import KVLayout
 from . import entries, unsharing
+from .addresses import Addresses, Views
 from .batch import Batch
 from .mapper import Mapper
 from .pool import (
@@ -31,6 +32,7 @@ from .pool import (
     LARGE,
     NO_LIMIT_PAGES,
     ROW_AT,
+    TRIMMED,
     Ask,
     Pool,
     at,
@@ -70,7 +72,7 @@ class Cache:
 
     Args:
         pool: the physical memory.
-        layout: the shape of a token.
+        records: bytes of a token in each range.
         max_sequences: rows.
         max_seq_len: tokens of a row.
         limit: the most pages that it may use; None is all of the pool.
@@ -83,11 +85,13 @@ class Cache:
 
     kind: type[Sequence] = Sequence
     """Of its sequences."""
+    views: Callable[[], Views | None] = staticmethod(lambda: None)
+    """The object that tensors over the ranges hold, if there are any."""
 
     def __init__(
         self,
         pool: Pool,
-        layout: KVLayout,
+        records: tuple[int, ...],
         max_sequences: int,
         max_seq_len: int,
         *,
@@ -103,15 +107,18 @@ class Cache:
                 f"got max_sequences={max_sequences}, max_seq_len={max_seq_len}, lookahead={lookahead}, "
                 f"overread={overread}; there may be up to {ROW_MASK} rows, of a token at least"
             )
-        self.pool, self.layout, self.max_sequences, self.max_seq_len = pool, layout, max_sequences, max_seq_len
-        records, size = layout.record_bytes, pool.driver.page_size
+        self.pool, self.records, self.max_sequences, self.max_seq_len = pool, records, max_sequences, max_seq_len
+        size = pool.driver.page_size
+        self.addresses: list[Addresses] = []
+        """Those of the ranges, until the cache is closed."""
         self.ranges = zeros(len(records), RANGE)
         for part, nbytes in zip(self.ranges, records):
             row_pages = -(-(max_seq_len + overread) * nbytes // size)
             row_pages = -(-row_pages // LARGE) * LARGE if row_pages >= LARGE and large else row_pages
             pages = max_sequences * row_pages
             part["record"], part["row_pages"] = nbytes, row_pages
-            part["address"], part["pages_at"] = pool.driver.reserve(pages * size), at(zeros(pages, np.dtype(np.int32)))
+            self.addresses.append(Addresses(pool.driver, pages * size))
+            part["address"], part["pages_at"] = self.addresses[-1].start, at(zeros(pages, np.dtype(np.int32)))
         self.rows = zeros(max_sequences + LISTS, ROW)
         self.extents = zeros(max_sequences * len(records), EXTENT)
         self.state = record(
@@ -131,6 +138,7 @@ class Cache:
         self.account = pool.opened(
             entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved
         )
+        pool.members.add(self)
         if lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
 
@@ -293,7 +301,7 @@ class Cache:
     def part(self, ticket: int, token: int) -> None:
         """Makes a row the only one with its pages from a token on, a frame at a time."""
         size = self.pool.driver.page_size
-        self.part_from(ticket, [token * record_bytes // size for record_bytes in self.layout.record_bytes])
+        self.part_from(ticket, [token * record // size for record in self.records])
 
     def part_from(self, ticket: int, pages: list[int]) -> None:
         """`part`, from a page of each range on. Raises `OutOfPagesError` where there is no room for all copies."""
@@ -397,9 +405,23 @@ class Cache:
 
     # ------------------------------------------------------------------ the end
 
+    def owner(self) -> Views:
+        """What a tensor over a range is to hold. A cache that holds such tensors itself drops them in `__del__`."""
+        if (views := self.views()) is None:
+            views = Views([*self.addresses])
+            self.views = weakref.ref(views)
+        return views
+
+    def trim_own(self) -> int:
+        """Gives the cache's surplus, and free pages, back to the driver; returns the number of pages."""
+        while self.pool.change(Ask(), entries.plan_shed, self.address, TRIMMED) != GONE:
+            pass
+        return self.pool.trim_to(self.pool.word("created") - self.pool.free_pages())
+
     def close(self) -> None:
-        """Ends all sequences and gives all memory back, behind all work on the device. Where that fails, or is
-        interrupted, no sequence can be started any more, and the cache can be closed again.
+        """Ends all sequences and gives all memory back, behind all work on the device. Addresses stay reserved while
+        there are views of them. Where a call fails, or is interrupted, no sequence can be started any more, and the
+        cache can be closed again.
 
         Raises:
             StreamCaptureError, DriverError: some memory is there still.
@@ -407,7 +429,7 @@ class Cache:
         """
         unsharing.check_copying(self.pool)
         with self.pool.copying:
-            if not self.ranges["address"].any():
+            if not self.addresses:
                 return
             self.state[0]["closed"] = 1
             wait_for_device(self.pool.driver)
@@ -425,10 +447,21 @@ class Cache:
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
         if self.pool.change(Ask(), entries.plan_close, self.address) == TAKEN:
             raise BusyError("another thread is in the middle of a change; close the cache behind that")
+        if self.views() is None:
+            for each in self.addresses:
+                each.free()
+        self.addresses = []
 
-    def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
-        """Closes a cache that nothing holds any more; where that is not possible now, the pool's next change does. When
-        the interpreter ends, memory goes with the process."""
+    def __del__(self) -> None:
+        """Closes a cache that nothing holds any more, or leaves that to the last view of it."""
+        if (views := self.views()) is not None:
+            views.cache = self
+        else:
+            self.end()
+
+    def end(self, ends: Callable[[], bool] = is_finalizing) -> None:
+        """Closes the cache; where that is not possible now, the pool's next change does. When the interpreter ends,
+        memory goes with the process."""
         if ends() or "account" not in vars(self):  # or it was not made whole
             return
         try:

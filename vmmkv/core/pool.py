@@ -98,6 +98,8 @@ class Pool:
         """Held while a copy is in the staging range; taken before `lock`."""
         self.mapper: Any = None
         """The mapper of the pool, if it has one; an object with a method `ring`."""
+        self.members: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Caches that were opened on the pool, also closed ones."""
         self.unclosed: deque[Any] = deque()
         """Caches that nothing holds, and that could not be closed."""
         self.most = max(driver.memory_info()[1] // driver.page_size, pages)
@@ -174,7 +176,7 @@ class Pool:
         left = [*self.unclosed]
         self.unclosed.clear()
         for each in left:
-            each.__del__()
+            each.end()
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
@@ -231,7 +233,7 @@ class Pool:
         if self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
             raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
-            self.trim_to(pages)
+            self.trim_to(max(pages - self.word("leased"), 0))
 
     set_limit = limit_to
 
@@ -247,6 +249,10 @@ class Pool:
         return before - last
 
     trim = trim_to
+
+    def free_pages(self) -> int:
+        """Pages that exist and are mapped nowhere, nor held."""
+        return self.word("small") + self.word("larges") * LARGE
 
     def unstage(self) -> None:
         """Drops a copy that was left in the staging range."""

@@ -179,6 +179,29 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
     return WAIT if view(ask, 1, ASK)[0].slots else GONE
 
 
+@entry
+def plan_shed(cache: int, most: int, ask: int) -> int:
+    """Plans to unmap surplus of a cache, until about `most` pages become free. Returns a serial; `GONE` where there is
+    none; or `WAIT`."""
+    c, gained = view(cache, 1, CACHE)[0], 0
+    p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
+    settle(c.pool, ask)
+    view(ask, 1, ASK)[0].slots = 0
+    begin(c.pool)
+    row = rows[c.num_rows].younger
+    while row < c.num_rows and gained < most:
+        following = rows[row].younger
+        if is_idle(cache, row, ask):
+            gained += take_parked(cache, row, most - gained)
+        row = following
+    if gained < most:
+        reclaim_spare(cache, most - gained, ALL, ask)
+    if p.steps:
+        return close(c.pool)
+    p.pending = 0
+    return WAIT if view(ask, 1, ASK)[0].slots else GONE
+
+
 @inner
 def reclaim_spare(cache: int, wanted: int, level: int, ask: int) -> int:
     """Plans to unmap surplus of live rows of a cache. Returns how many pages become free."""
@@ -308,7 +331,7 @@ def plan_trim(pool: int, keep: int, most: int, ask: int) -> int:
     Returns a serial, `DONE` where nothing is left to do, or `WAIT`."""
     p = view(pool, 1, POOL)[0]
     settle(pool, ask)
-    excess = min(p.created + p.leased - keep, most)
+    excess = min(p.created - keep, most)
     if excess <= 0:
         return DONE
     begin(pool)
@@ -341,26 +364,3 @@ def plan_stock(pool: int, singles: int, larges: int, ask: int) -> int:
     for _ in range(singles):
         plan_create(pool, 1)
     return close(pool)
-
-
-@entry
-def lease(pool: int, account: int, pages: int, ask: int) -> int:
-    """Counts pages that the user of an account creates or releases (`pages` is negative) itself. Returns `DONE`;
-    `NO_LIMIT`; or `SHORT`, with the pages to release first in `ask.asked`."""
-    p = view(pool, 1, POOL)[0]
-    a = view(p.accounts_at, p.accounts, ACCOUNT)[account]
-    rest = p.committed - max(a.used, a.reserved)
-    committed = rest + max(a.used + pages, a.reserved)
-    if pages > 0 and (committed > p.budget or a.used + pages > a.limit):
-        view(ask, 1, ASK)[0].asked = 0
-        return NO_LIMIT
-    over = p.created + p.leased + pages - p.budget
-    if pages > 0 and over > 0:
-        view(ask, 1, ASK)[0].asked = over
-        return SHORT
-    p.committed = committed
-    a.used += pages
-    a.leased += pages
-    p.used += pages
-    p.leased += pages
-    return DONE

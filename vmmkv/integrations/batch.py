@@ -20,11 +20,11 @@ import torch
 
 from ..arguments import check_size
 from ..cache import KVCache
+from ..core.addresses import ADDRESS_LIMIT
 from ..errors import OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
-from ..space.arena import ADDRESS_LIMIT
 from .row_writes import RowWriter
 from .scaled_states import write_quantized
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..cache import KVCache
+from ..core.addresses import ADDRESS_LIMIT
 from ..memory.pool import FramePool
-from ..space.arena import ADDRESS_LIMIT
 from .row_groups import Group, devices_of
 from .row_ranks import Ranks
 

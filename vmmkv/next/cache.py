@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..core import entries
+from ..core.addresses import check_address_space
 from ..core.cache import Cache
 from ..core.check import check
 from ..core.pool import SLOTS_AT, TICK, Ask
@@ -26,7 +27,6 @@ from ..events.naming import Name, name_of
 from ..layout import KVLayout, shown
 from ..memory import debugging
 from ..memory.budget import budget_pages, pages_within
-from ..space.arena import check_address_space
 from ..stats import CacheStats, MappedRange
 from ..tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from . import snapshot
@@ -42,7 +42,7 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
-from .pool import FramePool, check_given
+from .pool import FramePool, check_pool_alone
 from .scales import SequenceScales
 from .sequence import Sequence, closed_cache
 from .transferring import NO_IDS, receive
@@ -126,16 +126,18 @@ class KVCache(Cache):
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         overread = not_negative("overread", overread)
-        _check_pool(pool, reserved, device=device, page_size=page_size)
+        _check_reserved(pool, reserved)
+        check_pool_alone(pool, device=device, page_size=page_size)
         self.owns_pool = pool is None
         memory = open_driver(device, page_size) if pool is None else pool
         pool, limit = _pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
         row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
         check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
         self.lookahead = _lookahead(lookahead, layout, pool)
+        self.layout = layout
         super().__init__(
             pool,
-            layout,
+            layout.record_bytes,
             max_sequences,
             max_seq_len,
             limit=limit,
@@ -158,7 +160,7 @@ class KVCache(Cache):
                     int(part["address"]),
                     self.max_sequences * int(part["row_pages"]) * size,
                     self.device,
-                    owner=self.pool,
+                    owner=self.owner(),
                 ).view(self.layout.dtype)
                 for part in self.ranges
             ]
@@ -539,7 +541,7 @@ class KVCache(Cache):
             DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
         """
         self.check_usable()
-        return self.pool.trim_to() * self.page_size
+        return self.trim_own() * self.page_size
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back now, after all work on the device.
@@ -556,9 +558,17 @@ class KVCache(Cache):
             return
         super().close()
         self.is_open = False
-        self._views, self._scales, self._ranges = [], [], []
+        self._drop_views()
         if self.owns_pool:
             self.pool.end()
+
+    def _drop_views(self) -> None:
+        """Drops the tensors over the ranges: users may have views of them."""
+        self._views, self._scales, self._ranges = [], [], []
+
+    def __del__(self) -> None:
+        self._drop_views()
+        super().__del__()
 
     # ------------------------------------------------------------------ accounting
 
@@ -615,7 +625,7 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
-        check(self.pool, [other for other in self.pool.holders.values() if isinstance(other, Cache)])
+        check(self.pool, [other for other in self.pool.members if other.addresses])
 
     # ------------------------------------------------------------------ use and misuse
 
@@ -660,18 +670,13 @@ def tenant_key(tenant: Name) -> int:
     return 1 + (int.from_bytes(blake2b(kind.encode() + b":" + content, key=_salt, digest_size=8).digest()) >> 3)
 
 
-def _check_pool(pool: FramePool | None, reserved: float | str, **others: object) -> None:
-    """Raises `ArgumentError` or `ValueError` for arguments that do not go with a pool, or without one."""
-    if pool is None:
-        if reserved:
-            raise ArgumentError(
-                f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
-                "that it shares with others"
-            )
-        return
-    check_given(pool)
-    if any(other is not None for other in others.values()):
-        raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
+def _check_reserved(pool: FramePool | None, reserved: float | str) -> None:
+    """Raises `ArgumentError` for a reservation without a pool."""
+    if pool is None and reserved:
+        raise ArgumentError(
+            f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool that "
+            "it shares with others"
+        )
 
 
 def _pool_on(

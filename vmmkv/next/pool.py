@@ -166,10 +166,6 @@ class FramePool(Pool):
         kept = pages_within(self, keep, least=0, name="keep")
         return self.trim_to(max(kept - self.word("leased"), 0)) * self.page_size
 
-    def free_pages(self) -> int:
-        """Pages that exist and are mapped nowhere, nor held."""
-        return self.word("small") + self.word("larges") * self.word("large")
-
     def stats(self) -> FramePoolStats:
         """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
         self.check_usable()
@@ -265,6 +261,15 @@ def check_given(pool: object) -> None:
             "make a vmmkv.FramePool, and give it to both"
         )
     pool.check_usable()
+
+
+def check_pool_alone(pool: object, **others: object) -> None:
+    """Raises `ArgumentError` for what is no pool, and `ValueError` for an argument that the pool determines."""
+    if pool is None:
+        return
+    check_given(pool)
+    if any(other is not None for other in others.values()):
+        raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
 
 
 def living_pools() -> list[FramePool]:

@@ -9,7 +9,6 @@ An arena knows bytes and pages, not tokens and not who reads them: that is `vmmk
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections import deque
@@ -19,15 +18,12 @@ from time import perf_counter_ns
 
 from ..driver.fence import Fence, wait_for_device
 from ..driver.table import MAP, SET_READ_ACCESS, UNMAP, VACANT
-from ..errors import DriverError, LayoutError, VmmkvError
+from ..errors import DriverError, VmmkvError
 from ..memory.accounts import Account
 from ..memory.frames import Supply
 from ..memory.pool import FramePool
 from .change import Change
 from .page_table import PageTable, Run
-
-ADDRESS_LIMIT = 100 << 40
-"""Bytes of virtual addresses that can be relied on: 100 TiB could be reserved on an H200, 127 could not."""
 
 
 class Arena:
@@ -152,16 +148,6 @@ class Arena:
         if not outcome:
             self.table.doubt.remove(run)
         outcome.check()
-
-
-def check_address_space(nbytes: int, asked: str) -> None:
-    """Raises `LayoutError` where what was asked for would take more addresses than there are."""
-    if nbytes > ADDRESS_LIMIT:
-        tebibytes = nbytes / 2**40 if nbytes < 1 << 1000 else math.inf
-        raise LayoutError(
-            f"{asked} takes {tebibytes:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
-            "on. Lower one of the factors"
-        )
 
 
 _waiting: deque[tuple[FramePool, Account, PageTable, int, int]] = deque()

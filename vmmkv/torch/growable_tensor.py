@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from ..core.addresses import check_address_space
 from ..driver.fence import Fence, check_stream
 from ..errors import (
     DeviceError,
@@ -28,7 +29,7 @@ from ..memory.budget import pages_within
 from ..memory.monitor import operation
 from ..memory.owner import Owner, check_pool_alone, owners
 from ..memory.pool import FramePool
-from ..space.arena import Arena, check_address_space
+from ..space.arena import Arena
 from ..space.change import Change
 from ..space.undo import Undo
 from ..stats import MappedRange
