@@ -23,7 +23,7 @@ from .tables import (
     TOO_FEW,
     TREE,
 )
-from .telling import tell, untell
+from .telling import know, tell, untell
 
 
 @inner
@@ -146,7 +146,9 @@ def hold_path(tree: int, row: int, count: int, tokens: int, key: int) -> None:
     if added:
         recount(t.cache, row)
         place(t.cache, row)
-    for index in range(count - 1, deepest - 1 if deepest >= 0 else count - 1, -1):
+    for index in range(deepest, count if deepest >= 0 else deepest):
+        know(tree, path[index])
+    for index in range(count - 1, deepest - 1 if deepest >= 0 else count - 1, -1):  # parents come before children
         tell(tree, path[index], key)
 
 

@@ -18,6 +18,7 @@ ENTRIES = [
 ]
 SOURCES = [
     *CORE,
-    *[f"prefix/{name}.py" for name in "tables order nodes holders telling finding committing entries".split()],
+    *[f"prefix/{name}.py" for name in ("tables", "order", "nodes", "holders", "telling", "finding", "committing")],
+    "prefix/entries.py",
 ]
 __getattr__ = on_first_use(__name__, ENTRIES, SOURCES)

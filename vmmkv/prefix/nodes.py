@@ -14,7 +14,7 @@ MIXED = (1 << 46) - 1
 @inner
 def bucket_of(tree: int, parent: int, first: int) -> int:
     """The bucket of children of a node that begin with an id."""
-    mixed = (parent * 0x1B873593CC9E2D51 + int(first) * 0x2545F4914F6CDD1D) & MIXED
+    mixed = (int(parent) * 0x1B873593CC9E2D51 + int(first) * 0x2545F4914F6CDD1D) & MIXED
     return (mixed ^ mixed >> 21) & view(tree, 1, TREE)[0].mask
 
 
@@ -97,7 +97,7 @@ def take_node(tree: int) -> int:
     else:
         return 0
     n = nodes[node]
-    n.child = n.children = n.rows = n.live = n.holder = n.pins = n.full = n.told = n.told_below = n.place = 0
+    n.child = n.children = n.rows = n.live = n.holder = n.pins = n.full = n.known = n.told = n.known_below = n.place = 0
     n.timer = n.expires = n.used = 0
     n.priority = DEFAULT_PRIORITY
     t.used += 1
@@ -121,8 +121,9 @@ def copy_ids(tree: int, source: int, target: int, begin: int, end: int) -> None:
     """Copies ids of tokens from a node to another one between the same boundaries."""
     t = view(tree, 1, TREE)[0]
     base = view(t.nodes_at, t.nodes, NODE)[source].base
-    ids, copies = view(t.ids_at + 8 * source * t.grain, t.grain, np.int64), view(
-        t.ids_at + 8 * target * t.grain, t.grain, np.int64
+    ids, copies = (
+        view(t.ids_at + 8 * source * t.grain, t.grain, np.int64),
+        view(t.ids_at + 8 * target * t.grain, t.grain, np.int64),
     )
     for index in range(begin - base, end - base):
         copies[index] = ids[index]
@@ -290,7 +291,7 @@ def split(tree: int, node: int, at: int) -> int:
         return 0
     u = nodes[upper]
     u.parent, u.first, u.begin, u.end, u.base, u.limit = n.parent, n.first, n.begin, at, n.base, n.limit
-    u.rows, u.told, u.told_below, u.used = n.rows, n.told, n.told, n.used
+    u.rows, u.known, u.told, u.known_below, u.used = n.rows, n.known, n.known, n.known, n.used
     u.priority, u.expires, u.children = n.priority, n.expires, 1
     copy_ids(tree, node, upper, n.begin, at)
     leave_bucket(tree, node)

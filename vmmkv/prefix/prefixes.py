@@ -61,6 +61,10 @@ class Key(NamedTuple):
     tenant: int = 0
 
 
+NO_NAMES = Key()
+"""The key without salt, adapter and tenant."""
+
+
 class Event(NamedTuple):
     """What has changed of the tokens that can be found.
 
@@ -94,7 +98,7 @@ class Prefixes:
 
     def __init__(self, cache: Cache, *, events: int = 0, clock: Callable[[], int] = monotonic_ns) -> None:
         self.cache, self.clock = cache, clock
-        self.names: dict[tuple[Name, Name, Name], Key] = {(None, None, None): Key()}
+        self.names: dict[tuple[Name, Name, Name], Key] = {(None, None, None): NO_NAMES}
         self.tenants: dict[Name, int] = {None: 0}
         self.tickets, self.keys = (array("q", bytes(8 * cache.max_sequences)) for _ in range(2))
         """By row: the sequence that was started here last, and the number of its key."""
@@ -121,9 +125,7 @@ class Prefixes:
 
     # ------------------------------------------------------------------ sequences
 
-    def start(
-        self, ids: Any, key: Key = Key(), *, whole: bool = True, expected: int = 0
-    ) -> tuple[Sequence, int]:  # fmt: skip
+    def start(self, ids: Any, key: Key = NO_NAMES, *, whole: bool = True, expected: int = 0) -> tuple[Sequence, int]:
         """Starts a sequence with the cached tokens of a prompt. The last token of a prompt is never cached.
 
         Args:
@@ -250,14 +252,14 @@ class Prefixes:
 
     def drain(self) -> tuple[list[Event], int]:
         """Takes all events, the oldest first. Returns them, and how many were lost since the last call."""
-        drained, out, grain = [], zeros_of(DRAINED, EVENT), int(self.state[0]["grain"])
-        ids = np.zeros((DRAINED, grain), np.int64)
+        drained: list[Event] = []
+        out, ids = np.zeros(DRAINED, EVENT), np.zeros((DRAINED, int(self.state[0]["grain"])), np.int64)
         lost, self.state[0]["lost_events"] = int(self.state[0]["lost_events"]), 0
         names = {each.number: name for name, each in self.names.copy().items()}
         while count := entries.drain(self.address, at(out), at(ids), DRAINED):
-            for kind, node, parent, key, begin, end, priority in out[:count].tolist():
-                own = ids[len(drained) % DRAINED, : end - begin].copy()
-                drained.append(Event(kind == STORED, node, parent, names[key], begin, own, priority))
+            for own, (kind, node, parent, key, begin, end, priority) in zip(ids, out[:count].tolist()):
+                event = Event(kind == STORED, node, parent, names[key], begin, own[: end - begin].copy(), priority)
+                drained.append(event)
         return drained, lost
 
     def close(self) -> None:
@@ -310,11 +312,6 @@ def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
         num_events=events, **places,
     )  # fmt: skip
     return state, ring, ids
-
-
-def zeros_of(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-    """An array of records that ends with its last reference."""
-    return np.zeros(count, dtype)
 
 
 def ids_of(ids: Any) -> tuple[int, int, int, object]:

@@ -104,6 +104,7 @@ def words_of(ranges: Iterable[Retention], now: int) -> array[int]:
     """Ranges for compiled code: see `vmmkv.prefix.tables.RANGE_OF_TOKENS`. `now` is a time in nanoseconds."""
     words = array("q")
     for each in in_order(ranges):
-        expires = 0 if each.seconds is None else max(now + int(min(each.seconds, NO_END // NANOSECONDS) * NANOSECONDS), 1)
+        most = NO_END // NANOSECONDS
+        expires = 0 if each.seconds is None else max(now + int(min(each.seconds, most) * NANOSECONDS), 1)
         words.extend((each.start, NO_END if each.end is None else each.end, each.priority, expires))
     return words

@@ -20,7 +20,8 @@ Invariants between two calls:
  3. `rows` of a node counts the rows that end there or below. Children that have such rows come before others.
  4. On a path, what is held comes first: a node that holds a frame is below others that hold all frames in front of it.
  5. A node is in the order of eviction if it has no children, no live rows, and no pins.
- 6. A node is told if it holds a frame, or a node below it does.
+ 6. A node is `known` if it holds a frame, or a node below it does. It is told if a child is known; or if it holds a
+    frame, and its last token lies on no page behind it.
 """
 
 import numpy as np
@@ -36,13 +37,13 @@ TREE = _record(
     "slots tick events_at event_ids_at num_events first_event next_event lost_events held"
 )
 """`step` is `CHUNK` where that is a boundary, else 0. `kinds` are the different numbers of bytes of a token. `slots` and
-`tick` are a fence of the work that has written what is held. `held` counts the pages that are held."""
+`tick` are the fence of the work that wrote to held frames. `held` counts references to frames."""
 NODE = _record(
-    "parent first begin end base limit child next prev chain children rows live holder pins full told told_below "
-    "priority used expires place timer"
+    "parent first begin end base limit child next prev chain children rows live holder pins full known known_below "
+    "told priority used expires place timer"
 )
-"""`first` is the first id; `chain` the next node with the same hash; `holder` a row + 1; `full` the number of slots that
-hold something; `place` and `timer` are places + 1 in the heaps."""
+"""`first` is the first id; `chain` the next node with the same hash; `holder` a row + 1; `full` the number of slots in
+use; `place` and `timer` are places + 1 in the heaps."""
 PART = _record("record single large pages_at groups_at covered")
 HOLDER = _record("owner node held parked next prev")
 """`held` is the number of tokens up to which the row's frames are held or known."""

@@ -24,8 +24,9 @@ def emit(tree: int, kind: int, node: int, key: int) -> None:
         t.lost_events += 1
     place = t.next_event % t.num_events
     t.next_event += 1
-    event, ids = view(t.events_at, t.num_events, EVENT)[place], view(
-        t.event_ids_at + 8 * place * t.grain, t.grain, np.int64
+    event, ids = (
+        view(t.events_at, t.num_events, EVENT)[place],
+        view(t.event_ids_at + 8 * place * t.grain, t.grain, np.int64),
     )
     event.kind, event.node, event.begin, event.end, event.priority = kind, node, n.base, n.end, n.priority
     own, each = view(t.ids_at + 8 * node * t.grain, t.grain, np.int64), node
@@ -40,13 +41,33 @@ def emit(tree: int, kind: int, node: int, key: int) -> None:
 
 
 @inner
-def tell(tree: int, node: int, key: int) -> None:
-    """Tells that the tokens of a node are held. Those above it were told."""
+def is_clean(tree: int, node: int) -> int:
+    """Whether no token of a node lies partly in a page behind it."""
+    t = view(tree, 1, TREE)[0]
+    kinds, end = view(t.kinds_at, t.kinds, np.int64), view(t.nodes_at, t.nodes, NODE)[node].end
+    for index in range(t.kinds):
+        if end * kinds[index] % t.page_size:
+            return 0
+    return 1
+
+
+@inner
+def know(tree: int, node: int) -> None:
+    """Notes that a node holds frames, or a node below it does."""
     t = view(tree, 1, TREE)[0]
     nodes = view(t.nodes_at, t.nodes, NODE)
-    if nodes[node].told == 0:
-        nodes[node].told = 1
-        nodes[nodes[node].parent].told_below += 1
+    if nodes[node].known == 0:
+        nodes[node].known = 1
+        nodes[nodes[node].parent].known_below += 1
+
+
+@inner
+def tell(tree: int, node: int, key: int) -> None:
+    """Tells that the tokens of a known node are held, where that is so."""
+    t = view(tree, 1, TREE)[0]
+    n = view(t.nodes_at, t.nodes, NODE)[node]
+    if n.told == 0 and (n.known_below or is_clean(tree, node)):
+        n.told = 1
         emit(tree, STORED, node, key)
 
 
@@ -55,11 +76,16 @@ def untell(tree: int, node: int) -> None:
     """Tells that the tokens of a node, and of nodes above it, are no longer held, where that is so."""
     t = view(tree, 1, TREE)[0]
     nodes = view(t.nodes_at, t.nodes, NODE)
-    while node and nodes[node].told and nodes[node].full == 0 and nodes[node].told_below == 0:
-        nodes[node].told = 0
-        nodes[nodes[node].parent].told_below -= 1
-        emit(tree, REMOVED, node, 0)
-        node = nodes[node].parent
+    while nodes[node].known:
+        n = nodes[node]
+        if n.told and n.known_below == 0 and (n.full == 0 or is_clean(tree, node) == 0):
+            n.told = 0
+            emit(tree, REMOVED, node, 0)
+        if n.full or n.told:
+            return
+        n.known = 0
+        nodes[n.parent].known_below -= 1
+        node = n.parent
 
 
 @entry
