@@ -354,7 +354,7 @@ class Cache:
 
     def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
         """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `share`."""
-        ask, arguments = Ask(), (self.address, ticket, source, tokens, frames_at)
+        ask, arguments = Ask(), (self.address, ticket, source, tokens, tokens, frames_at)
         while (code := self.pool.change(ask, entries.plan_share, *arguments)) == BROKEN:
             self.repair(source)
         if code < 0:
