@@ -39,7 +39,7 @@ from .pool import (
     record,
     zeros,
 )
-from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, too_long
+from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, suspended, too_long
 from .tables import (
     BROKEN,
     CACHE,
@@ -58,6 +58,7 @@ from .tables import (
     ROW_BITS,
     ROW_MASK,
     STALE,
+    SUSPENDED,
     TAKEN,
     TOO_LONG,
     TWICE,
@@ -131,6 +132,7 @@ class Cache:
         self._link_rows()
         self.owners, self.lengths = self.rows["owner"], self.rows["length"]
         self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
+        self.aways, self.away_starts = self.rows["away"], self.rows["away_start"]
         self.dead: deque[Watch] = deque()
         """Watches of sequences that were collected, and are to be freed: see `sweep`."""
         self.watches: set[Watch] = set()
@@ -399,6 +401,8 @@ class Cache:
             return ValueError("a sequence is named twice")
         if code == NO_TOKEN:
             return no_token()
+        if code == SUSPENDED:
+            return suspended()
         if code == CHANGED:
             return BusyError("another thread has changed the sequence meanwhile")
         return self.pool.error(code, ask)

@@ -73,6 +73,14 @@ def page_of(cache: int, part: int, token: int) -> int:
 
 
 @inner
+def address_of(cache: int, row: int, part: int, page: int) -> int:
+    """The address of a page of a row."""
+    c = view(cache, 1, CACHE)[0]
+    g = view(c.ranges_at, c.ranges, RANGE)[part]
+    return g.address + (row * g.row_pages + page) * view(c.pool, 1, POOL)[0].page_size
+
+
+@inner
 def span_at(cache: int, row: int, part: int, page: int) -> int:
     """Pages of the frame on a page, which is the frame's first or last."""
     c = view(cache, 1, CACHE)[0]
@@ -339,7 +347,7 @@ def recount(cache: int, row: int) -> None:
     if r.cut > r.length:  # what a truncation has left is filled before the row grows
         room, capacity = min(room, r.length), min(capacity, r.length)
     r.room, r.capacity = max(room, 0), max(capacity, 0)
-    if r.broken:
+    if r.broken or r.suspended:
         r.room = r.capacity = -1
     r.ahead_at = r.capacity - c.lookahead if c.lookahead and r.capacity < c.max_tokens else c.max_tokens + 1
 

@@ -6,7 +6,7 @@ import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, SequenceTooLongError, UseAfterFreeError
+from ..errors import ArgumentError, SequenceTooLongError, SuspendedError, UseAfterFreeError
 from ..layout import shown
 from . import entries
 from .tables import DONE, RING, ROW_BITS, ROW_MASK
@@ -58,17 +58,19 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens so far, including those before `start`."""
-        return int(self.cache.lengths[self.record_index()])
+        row = self.record_index()
+        return int(self.cache.lengths[row] or self.cache.aways[row])
 
     @property
     def start(self) -> int:
         """The first token that it still has."""
-        return int(self.cache.starts[self.record_index()])
+        row = self.record_index()
+        return int(self.cache.starts[row] or self.cache.away_starts[row])
 
     @property
     def capacity(self) -> int:
         """The length up to which it grows without a driver call."""
-        return int(self.cache.capacities[self.record_index()])
+        return max(int(self.cache.capacities[self.record_index()]), 0)
 
     def extend(self, tokens: int) -> None:
         """Makes room for more tokens: see `Cache.extend`."""
@@ -145,6 +147,11 @@ def check_tokens(tokens: int, most: int) -> int:
 def gone() -> UseAfterFreeError:
     """The error for a sequence that has ended."""
     return UseAfterFreeError("the sequence was freed, or its cache was closed; start a new one")
+
+
+def suspended() -> SuspendedError:
+    """The error for a sequence whose tokens are in host memory."""
+    return SuspendedError("the sequence is suspended: it can be resumed, freed, or asked for its length")
 
 
 def too_long(length: int, most: int) -> SequenceTooLongError:

@@ -47,6 +47,7 @@ from .tables import (
     ROW_BITS,
     ROW_MASK,
     STEP,
+    SUSPENDED,
     WAIT,
 )
 
@@ -100,12 +101,15 @@ def split_page(cache: int, source: int, part: int, tokens: int) -> int:
 
 @inner
 def source_row(cache: int, ticket: int, tokens: int) -> int:
-    """The row where a sequence has so many tokens, or has left them; `GONE`, or `NO_TOKEN`."""
+    """The row where a sequence has so many tokens, or has left them; `GONE`, `SUSPENDED`, or
+    `NO_TOKEN`."""
     c, row, owner = view(cache, 1, CACHE)[0], ticket & ROW_MASK, ticket >> ROW_BITS
     if ticket < 0 or row >= c.num_rows:
         return GONE
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if owner and r.owner == owner:
+        if r.suspended:
+            return SUSPENDED
         return row if r.start <= tokens <= r.length else NO_TOKEN
     return row if 0 <= tokens <= kept(cache, row, owner) else GONE
 
@@ -150,7 +154,7 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
     The sequence has room for `length` tokens then, but no fewer than it shares. If it is longer than that, no frame
     may reach behind its shared tokens.
 
-    Returns a serial, `GONE`, `NO_TOKEN`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
+    Returns a serial, `GONE`, `SUSPENDED`, `NO_TOKEN`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
     """
     c, source = view(cache, 1, CACHE)[0], -1
     asked, rows = view(ask, 1, ASK)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
@@ -158,6 +162,8 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
     row = row_of(cache, ticket)
     if row < 0 or rows[row].length:
         return GONE if row < 0 else NO_TOKEN
+    if rows[row].suspended:
+        return SUSPENDED
     if given != -1 or frames_at == 0:
         source = source_row(cache, given, tokens)
         if source < 0 or source == row:

@@ -51,6 +51,7 @@ from .tables import (
     RING,
     ROW,
     ROW_BITS,
+    SUSPENDED,
     TAKEN,
     VACANT_ROWS,
     WAIT,
@@ -126,7 +127,7 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
     owners[0] += 1
     r.owner, r.expected = owners[0], expected
     r.key = r.owner if c.key_of_sequence else key
-    r.length = r.start = r.broken = r.cut = 0
+    r.length = r.start = r.broken = r.cut = r.suspended = r.away = r.away_start = 0
     r.stream, r.streams = handle, 1 << slot if slot >= 0 else 0
     c.live += 1
     recount(cache, row)
@@ -323,7 +324,7 @@ def disown(cache: int, row: int) -> None:
     r.ended += 1
     let_slots(p.driver, r.streams)
     r.last, r.left = r.owner, r.length if r.start == 0 else 0
-    r.owner = r.length = r.start = r.streams = r.stream = r.expected = 0
+    r.owner = r.length = r.start = r.streams = r.stream = r.expected = r.suspended = r.away = r.away_start = 0
     p.clock += 1
     unlink_old(cache, row)
     r.stamp = p.clock
@@ -372,11 +373,13 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
 @entry
 def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
-    mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
+    mapped until they are reclaimed. Returns `DONE`, `GONE`, `SUSPENDED`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0 or view(c.pool, 1, POOL)[0].dead:
         return row if row < 0 else DEAD
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.suspended:
+        return SUSPENDED
     start, length = r.start if start < 0 else start, r.length if length < 0 else length
     if not r.start <= start <= length <= r.length:
         return NO_TOKEN
