@@ -96,6 +96,7 @@ LAYERS = [
     "memory",
 ]
 LAYERS += [
+    "memory",
     "tensors",
     "space",
     "rows",

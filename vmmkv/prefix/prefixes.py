@@ -151,14 +151,14 @@ class Prefixes:
             sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], expected)
             if sequence is not None:
                 cached = found[TOKENS]
-                entries.adopted(self.address, sequence.cell[0], found[LAST], cached)
+                entries.adopted(self.address, sequence.ticket, found[LAST], cached)
                 self._extend(sequence, length - cached)
         if sequence is None and action != NOTHING:
             sequence, cached = self._share(key, words, length, expected, found)
         if sequence is None:
             sequence = self.cache.sequence(length, expected=expected, key=key.tenant)
-        row = sequence.cell[0] & ROW_MASK
-        self.tickets[row], self.keys[row] = sequence.cell[0], key.number
+        row = sequence.ticket & ROW_MASK
+        self.tickets[row], self.keys[row] = sequence.ticket, key.number
         return sequence, cached
 
     def _share(
@@ -169,7 +169,7 @@ class Prefixes:
         pool, out = self.cache.pool, found.buffer_info()[0]
         for over in (1, 0):
             sequence = self.cache.sequence(key=key.tenant, avoid=found[ROW_AT])
-            ask, arguments = Ask(), (self.address, sequence.cell[0], *words, length, expected, over, out)
+            ask, arguments = Ask(), (self.address, sequence.ticket, *words, length, expected, over, out)
             try:
                 code = pool.change(ask, entries.plan_hit, *arguments)
                 if code < 0:
@@ -198,9 +198,9 @@ class Prefixes:
     def fork(self, sequence: Sequence) -> Sequence:
         """Starts a sequence with the same tokens, of which the same are known."""
         fork = sequence.fork()
-        entries.inherit(self.address, fork.cell[0], sequence.cell[0])
-        row, source = fork.cell[0] & ROW_MASK, sequence.cell[0] & ROW_MASK
-        self.tickets[row], self.keys[row] = fork.cell[0], self.keys[source]
+        entries.inherit(self.address, fork.ticket, sequence.ticket)
+        row, source = fork.ticket & ROW_MASK, sequence.ticket & ROW_MASK
+        self.tickets[row], self.keys[row] = fork.ticket, self.keys[source]
         return fork
 
     def commit(self, sequence: Sequence, ids: Any, retention: Iterable[Retention] = ()) -> int:
@@ -220,7 +220,7 @@ class Prefixes:
             UseAfterFreeError, RetentionError, StreamCaptureError, DriverError: nothing has changed.
         """
         place, count, wide, _kept = ids_of(ids)
-        ticket, ask = sequence.cell[0], Ask()
+        ticket, ask = sequence.ticket, Ask()
         row = sequence.record_index()
         if sequence.cache is not self.cache or self.tickets[row] != ticket:
             raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")

@@ -126,12 +126,12 @@ class HostTier:
 
     def pages_for(self, start: int, length: int) -> int:
         """Slots for the tokens from a start to a length."""
-        return sum(-(-(length - start) * record // self.driver.page_size) for record in self.cache.layout.record_bytes)
+        return sum(-(-(length - start) * record // self.driver.page_size) for record in self.cache.records)
 
     def copies(self, start: int, length: int, runs: Iterable[Run]) -> Iterator[int]:
         """Copies between a row and slots, four numbers each: see `vmmkv.core.suspending.plan_resume`."""
         size, left = self.driver.page_size, deque(runs)
-        for part, record in enumerate(self.cache.layout.record_bytes):
+        for part, record in enumerate(self.cache.records):
             first, end = start * record, length * record
             while first < end:
                 run = left.popleft()
