@@ -116,6 +116,9 @@ class Machine:
         faults: whether driver calls fail now and then.
     """
 
+    often: tuple[str, ...] = ("do_begin", "do_extend", "do_step")
+    """Operations that are chosen more often than others."""
+
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         self.random, self.faults = random, faults
         self.device = SimulatedDevice(random)
@@ -187,7 +190,7 @@ class Machine:
         """One operation, and all checks."""
         index = self.random.randrange(len(self.caches))
         names = [name for name in dir(self) if name.startswith("do_")]
-        weights = [3 if name in ("do_begin", "do_extend", "do_step") else 1 for name in names]
+        weights = [3 if name in self.often else 1 for name in names]
         name = self.random.choices(names, weights)[0]
         failures = self.device.failures
         if self.faults and self.random.random() < 0.3:
@@ -207,10 +210,15 @@ class Machine:
         self.check()
         self.device.run(self.random.randrange(40))
 
-    def check(self) -> None:
+    def held_frames(self) -> Counter[int]:
+        """References of guests."""
         held: Counter[int] = Counter()
         for guest in self.guests:
             held += guest.held()
+        return held
+
+    def check(self) -> None:
+        held = self.held_frames()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.set_limit(self.pool.word("budget"))
         check(self.pool, self.caches, held)

@@ -81,8 +81,22 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "compiled", "driver", "core", "memory", "tensors"]
+LAYERS = [
+    "kernels",
+    "errors",
+    "events",
+    "layout",
+    "stats",
+    "svg",
+    "compiled",
+    "driver",
+    "core",
+    "tier",
+    "prefix",
+    "memory",
+]
 LAYERS += [
+    "tensors",
     "space",
     "rows",
     "reuse",

@@ -24,10 +24,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from . import CHECKED, INTERPRETED, MAKING, signature_of
+from .builtin import assembly, built_in
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = Path(__file__).parent / "machine_code"
 
+_addresses: dict[Any, int] = {}
+"""By built-in function: the entry that it calls."""
 _kept: list[object] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
@@ -51,8 +54,14 @@ def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[A
     """
     if MAKING or CHECKED or INTERPRETED:
         return list(entries)
-    addresses = load(_find(library, digest(sources)), [function.__name__ for function in entries])
-    return [_prototype(function)(address) for function, address in zip(entries, addresses)]
+    import llvmlite.binding as llvm
+
+    names = [function.__name__ for function in entries]
+    addresses = load(_find(library, digest(sources)), names)
+    callers = load(llvm.parse_assembly(assembly(entries, addresses)), [f"call_{n}" for n in range(len(entries))])
+    found = [built_in(name, caller, keep) for name, caller in zip(names, callers)]
+    _addresses.update(zip(found, addresses))
+    return found
 
 
 def on_first_use(library: str, entries: Sequence[Any], sources: Sequence[str]) -> Callable[[str], Any]:
@@ -83,7 +92,8 @@ def address_of(function: Any) -> int:
     if INTERPRETED:
         function = _prototype(function)(function)
         keep(function)
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return _addresses[function]
 
 
 def digest(sources: Sequence[str]) -> str:
@@ -97,9 +107,8 @@ def digest(sources: Sequence[str]) -> str:
 
 
 def _prototype(function: Any) -> Any:
-    """`PYFUNCTYPE` holds the interpreter's lock during a call, `CFUNCTYPE` gives it up."""
-    kind = ctypes.CFUNCTYPE if INTERPRETED or hasattr(function, "gives_up_lock") else ctypes.PYFUNCTYPE
-    return kind(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)
+    """The type of a C function that calls an interpreted one."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)
 
 
 def load(module: Any, names: Sequence[str]) -> list[int]:

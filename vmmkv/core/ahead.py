@@ -73,7 +73,7 @@ def plan_ahead(pool: int, frames: int, ask: int) -> int:
         while row >= 0:
             c = view(caches[index], 1, CACHE)[0]
             r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-            if r.owner and not r.broken and r.capacity < c.max_tokens:
+            if r.owner and not r.broken and not r.suspended and r.capacity < c.max_tokens:
                 found = map_ahead(caches[index], row, frames - done, ask)
                 if found < 0 or (p.fills and is_captured(caches[index], row, ask)):
                     r.ahead_at = c.max_tokens + 1  # until its pages change

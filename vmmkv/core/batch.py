@@ -31,7 +31,7 @@ class Batch:
 
     def _list(self) -> None:
         """Lists the tickets of the sequences."""
-        self._tickets = array("q", [each.cell[0] for each in self.sequences])
+        self._tickets = array("q", [each.ticket for each in self.sequences])
         self._at, self._count = self._tickets.buffer_info()
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ from .tables import (
     FRAME,
     IN,
     LISTS,
+    LOST,
     OUT,
     POOL,
     RING,
@@ -47,6 +48,8 @@ def book(step: int) -> None:
         book_unmap(s.cache, s.range, s.row, s.page, s.count)
     elif s.kind == MAP:
         book_map(s.cache, s.range, s.row, s.page, s.frame, s.other)
+        r = view(c.rows_at, c.num_rows + LISTS, ROW)[s.row]
+        r.suspended = LOST if r.suspended else 0  # until the copy of its tokens is booked
         if s.other:  # a shared frame
             track(s.cache, s.row, s.range, max(e.shared, end))
     elif s.kind == SET_ACCESS:
@@ -218,6 +221,10 @@ def finish(pool: int, accepted: int, ask: int) -> int:
             if done:
                 c.tokens += s.frame - s.nbytes - max(r.length - r.start, 0)
                 r.length, r.start = s.frame, s.nbytes
+                if r.suspended:  # there may be no other step
+                    order_stream(p.driver, r.stream, view(ask, 1, ASK)[0].current, ask)
+                    r.suspended = r.away = r.away_start = 0
+                    r.busy = 1
                 r.cut = r.cut if r.cut > r.length else 0
                 if r.length > r.ahead_at and not r.busy:
                     queue_row(s.cache, s.row)

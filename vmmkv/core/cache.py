@@ -39,7 +39,7 @@ from .pool import (
     record,
     zeros,
 )
-from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, too_long
+from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, suspended, too_long
 from .tables import (
     BROKEN,
     CACHE,
@@ -59,6 +59,7 @@ from .tables import (
     ROW_BITS,
     ROW_MASK,
     STALE,
+    SUSPENDED,
     TAKEN,
     TOO_LONG,
     TWICE,
@@ -132,6 +133,7 @@ class Cache:
         self._link_rows()
         self.owners, self.lengths = self.rows["owner"], self.rows["length"]
         self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
+        self.aways, self.away_starts = self.rows["away"], self.rows["away_start"]
         self.dead: deque[Watch] = deque()
         """Watches of sequences that were collected, and are to be freed: see `sweep`."""
         self.watches: set[Watch] = set()
@@ -160,16 +162,24 @@ class Cache:
         """Starts a sequence of so many tokens: on a row, or on any row but `avoid`."""
         if self.dead:
             self.sweep()
-        for each in (tokens, expected):
-            if each:
-                check_tokens(each, self.max_seq_len)
+        most = self.max_seq_len
+        if not (0 <= tokens <= most and 0 <= expected <= most):
+            check_tokens(tokens, most)
+            check_tokens(expected, most)
         if not (row is None or 0 <= row < self.max_sequences) or not 0 <= key < KEYS:
             raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and for key {key}")
-        sequence = self.kind(self)
-        self._adopt(sequence, tokens, expected, key, -2 - avoid if row is None else row)
-        if tokens:
+        sequence, ask, wanted = self.kind(self), Ask(), -2 - avoid if row is None else row
+        cell, handle = sequence.cell.buffer_info()[0], self.pool.current_handle()
+        code = entries.adopt(self.address, tokens, expected, key, wanted, handle, cell, ask.address)
+        while code == NEEDS:
+            if self.pool.change(Ask(), entries.plan_empty, self.address, wanted) < 0:
+                code = NO_ROWS
+                break
+            code = entries.adopt(self.address, tokens, expected, key, wanted, handle, cell, ask.address)
+        self._started(sequence, code, ask, wanted)
+        if ask.words[ASKED] < tokens:
             try:
-                sequence.extend(tokens)
+                self.grow(cell, 1, tokens)
             except BaseException:
                 with suppress(VmmkvError):  # else it is freed when it is collected
                     self.free((sequence,))
@@ -178,33 +188,26 @@ class Cache:
 
     sequence = start
 
-    def _adopt(self, sequence: Sequence, tokens: int, expected: int, key: int, row: int) -> None:
-        """Gives a sequence a row."""
-        ask, handle = Ask(), self.pool.current_handle()
-        arguments = tokens, expected, key, row, handle, sequence.cell.buffer_info()[0]
-        code = entries.adopt(self.address, *arguments, ask.address)
-        while code == NEEDS:
-            if self.pool.change(Ask(), entries.plan_empty, self.address, row) < 0:
-                code = NO_ROWS
-                break
-            code = entries.adopt(self.address, *arguments, ask.address)
-        self._started(sequence, code, ask, row)
-
     def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
-        """Watches a sequence that was started, or raises the error of its start."""
+        """Notes the ticket of a sequence that was started, or raises the error of its start."""
         if code < 0:
-            if code == GONE:
-                raise UseAfterFreeError("the cache was closed; make a new one")
-            if code in (NO_ROWS, TAKEN):
-                which = "all rows belong to live sequences"
-                if row >= 0 and self.owners[row]:
-                    which = f"row {row} belongs to sequence {self.owners[row]}"
-                raise OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
-            raise self.pool.error(code, ask)
+            raise self._not_started(code, ask, row)
+        sequence.ticket = sequence.cell[0]
         if ask.words[FRESH]:
             self.pool.driver.slot_streams[ask.words[FRESH] - 1] = self.pool.driver.current_stream()
         if code == RING:
             self.pool.ring()
+
+    def _not_started(self, code: int, ask: Ask, row: int) -> Exception:
+        """The error for a sequence that could not be started."""
+        if code == GONE:
+            return UseAfterFreeError("the cache was closed; make a new one")
+        if code in (NO_ROWS, TAKEN):
+            which = "all rows belong to live sequences"
+            if row >= 0 and self.owners[row]:
+                which = f"row {row} belongs to sequence {self.owners[row]}"
+            return OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
+        return self.pool.error(code, ask)
 
     def sweep(self) -> None:
         """Ends sequences that were collected."""
@@ -225,7 +228,7 @@ class Cache:
         """
         batch, ask = list(sequences), Ask()
         self.check_own(batch)
-        tickets = array("q", [each.cell[0] for each in batch])
+        tickets = array("q", [each.ticket for each in batch])
         address, count = tickets.buffer_info()
         code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
         if code < 0:
@@ -250,7 +253,7 @@ class Cache:
                 sequence has changed.
             ValueError: a sequence is named twice, a number is negative, or there is not one for each.
         """
-        tickets = array("q", [each.cell[0] for each in sequences])
+        tickets = array("q", [each.ticket for each in sequences])
         at_tickets, count = tickets.buffer_info()
         counts = None if isinstance(tokens, int) else array("q", tokens)
         begins = None if starts is None else array("q", starts)
@@ -310,7 +313,7 @@ class Cache:
     def keep(self, sequence: Sequence, start: int, length: int) -> None:
         """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is."""
         ask = Ask()
-        code = entries.keep(self.address, sequence.cell[0], start, length, ask.address)
+        code = entries.keep(self.address, sequence.ticket, start, length, ask.address)
         if code < 0:
             raise self.error(code, ask)
 
@@ -335,7 +338,7 @@ class Cache:
         if isinstance(source, Sequence):
             if source.cache is not self:
                 raise not_own()
-            row, given = source.record_index(), source.cell[0]
+            row, given = source.record_index(), source.ticket
             key = int(self.rows["key"][row])
         else:
             row, given = source, source
@@ -354,7 +357,7 @@ class Cache:
 
     def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
         """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `share`."""
-        ask, arguments = Ask(), (self.address, ticket, source, tokens, frames_at)
+        ask, arguments = Ask(), (self.address, ticket, source, tokens, tokens, frames_at)
         while (code := self.pool.change(ask, entries.plan_share, *arguments)) == BROKEN:
             self.repair(source)
         if code < 0:
@@ -399,6 +402,8 @@ class Cache:
             return ValueError("a sequence is named twice")
         if code == NO_TOKEN:
             return no_token()
+        if code == SUSPENDED:
+            return suspended()
         if code == CHANGED:
             return BusyError("another thread has changed the sequence meanwhile")
         return self.pool.error(code, ask)

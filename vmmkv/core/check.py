@@ -95,6 +95,8 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
         tokens += int(r["length"] - r["start"])
         live += bool(r["owner"])
         expect(not r["busy"], f"row {row} is busy")
+        if r["suspended"]:
+            expect(r["owner"] and not r["length"] and r["capacity"] < 0, f"row {row} is suspended, and can be used")
         for index, part in enumerate(cache.ranges):
             e, where = (
                 cache.extents[row * len(cache.ranges) + index],
@@ -105,7 +107,8 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
             expect(e["use_end"] <= e["mapped"] or e["use_first"] == e["use_end"], f"{where}: uses what is not mapped")
             length, record = int(r["length"]), int(part["record"])
             needed = -(-(length + int(cache.state[0]["overread"])) * record // size) if length else 0
-            expect(e["use_end"] >= needed if r["owner"] else e["use_end"] == 0, f"{where}: tokens on no used page")
+            is_used = r["owner"] and not r["suspended"]
+            expect(e["use_end"] >= needed if is_used else e["use_end"] == 0, f"{where}: tokens on no used page")
             page = int(e["first"])
             while page < e["mapped"]:
                 number = table_entry(cache, index, row, page) - 1

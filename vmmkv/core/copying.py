@@ -10,7 +10,7 @@ from ..driver.table import DRIVER, SCRATCH, STATUS
 from .rows import place, recount, row_of, use_tokens
 from .starting import CUT, note
 from .streams import hold_slot, order_slots, record_slots
-from .tables import ASK, CACHE, DONE, FAILED, GONE, LISTS, POOL, ROW
+from .tables import ASK, CACHE, DONE, FAILED, GONE, LISTS, POOL, ROW, SUSPENDED
 
 
 @inner
@@ -61,15 +61,18 @@ def copy_rows(
     `changed` of the rows hold tokens from a start to a length then, which `held` has. Without any the stream comes
     behind all work on the rows, and that is all. It needs no lock.
 
-    Returns `DONE`, or `GONE`, `CAPTURED`, `FULL` or `FAILED`. If `ask.row` is 1 the rows that were to change hold no
-    tokens any more, and the device may still write to them.
+    Returns `DONE`, or `GONE`, `SUSPENDED`, `CAPTURED`, `FULL` or `FAILED`. If `ask.row` is 1 the rows that
+    were to change hold no tokens any more, and the device may still write to them.
     """
     c, a, code, slot = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], DONE, 0
     driver, tickets = view(c.pool, 1, POOL)[0].driver, view(tickets_at, count, np.int64)
     words, held, status, a.row = view(copies_at, 3 * copies, np.int64), view(held_at, 2 * changed, np.int64), 0, 0
     for index in range(count):
-        if row_of(cache, tickets[index]) < 0:
+        row = row_of(cache, tickets[index])
+        if row < 0:
             return GONE
+        if view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended:
+            return SUSPENDED
     if enter(driver, ask):
         return FAILED
     if handle:

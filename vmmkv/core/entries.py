@@ -1,7 +1,21 @@
 """The library of the books, each function under its name: loaded, or compiled, at first use."""
 
 from ..compiled.code import on_first_use
-from . import accounts, ahead, booking, copying, growth, guests, journal, parting, reclaim, sharing, starting, streams
+from . import (
+    accounts,
+    ahead,
+    booking,
+    copying,
+    growth,
+    guests,
+    journal,
+    parting,
+    reclaim,
+    sharing,
+    starting,
+    streams,
+    suspending,
+)
 
 ENTRIES = [
     journal.run,
@@ -24,6 +38,8 @@ ENTRIES = [
     parting.plan_unstage,
     parting.plan_repair,
     copying.copy_rows,
+    suspending.plan_suspend,
+    suspending.plan_resume,
     reclaim.plan_limit,
     reclaim.plan_trim,
     reclaim.plan_retired,
@@ -41,7 +57,8 @@ ENTRIES = [
     guests.pin,
 ]
 MODULES = (
-    "tables streams rows frames journal booking reclaim accounts growth starting sharing parting copying ahead guests"
+    "tables streams rows frames journal booking reclaim accounts growth starting sharing parting copying suspending "
+    "ahead guests"
 )
 SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")] + [
     f"driver/{name}.py" for name in ("table", "running", "fencing")

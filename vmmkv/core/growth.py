@@ -21,14 +21,15 @@ from .reclaim import ALL, is_idle, supply
 from .rows import (
     available,
     copies_of,
+    grow_to,
     is_over,
     left_for,
     page_of,
     pages_for,
     place,
-    queue_row,
     recount,
     row_of,
+    set_length,
     use,
     use_tokens,
 )
@@ -38,6 +39,7 @@ from .tables import (
     BROKEN,
     CACHE,
     CAPTURED,
+    COPY,
     DEAD,
     DONE,
     EXTENT,
@@ -51,6 +53,8 @@ from .tables import (
     RING,
     ROW,
     ROW_MASK,
+    STEP,
+    SUSPENDED,
     TOO_LONG,
     TWICE,
     WAIT,
@@ -79,21 +83,14 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
         r.turn = c.turn
         r.target = r.length + (each if each >= 0 else counts[index])
         if r.target > r.room:
+            if r.suspended:
+                view(ask, 1, ASK)[0].row = index
+                return SUSPENDED
             if r.target > c.max_tokens:
                 view(ask, 1, ASK)[0].row, view(ask, 1, ASK)[0].asked = index, r.target
                 return TOO_LONG
             code = NEEDS
     return code
-
-
-@inner
-def set_length(cache: int, row: int, length: int) -> int:
-    """Sets the length of a row that has room for it. Returns whether the mapper is to be woken."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    c.tokens += length - r.length
-    r.length = length
-    return queue_row(cache, row) if length > r.ahead_at else 0
 
 
 @inner
@@ -152,19 +149,7 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
     if row < 0 or view(c.pool, 1, POOL)[0].dead:
         return NEEDS
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    target = r.length + tokens
-    if target > r.capacity or (held >= 0 and r.length != held):
-        return NEEDS
-    if target > r.room:
-        use_tokens(cache, row, target)
-        if is_over(cache):
-            use_tokens(cache, row, r.length)
-            return NEEDS
-    ring = set_length(cache, row, target)
-    if target > r.room:
-        recount(cache, row)
-        place(cache, row)
-    return RING if ring else DONE
+    return NEEDS if held >= 0 and r.length != held else grow_to(cache, row, r.length + tokens)
 
 
 # ---------------------------------------------------------------------- onto pages
@@ -248,7 +233,8 @@ def map_row(cache: int, row: int, larges: int) -> int:
         filled = unfilled if unfilled < page else filled
         if filled < end:
             plan_fill(cache, row, part, filled, end)
-        plan_fill_cut(cache, row, part, r.target)
+        if not r.suspended:
+            plan_fill_cut(cache, row, part, r.target)
     return larges
 
 
@@ -293,7 +279,7 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
         row = tickets[index] & ROW_MASK
         if code == DONE and rows[row].length == 0 and rows[row].target:
             code = begin_at(cache, row, view(starts_at, count, np.int64)[index] if starts_at else 0, ask)
-    code = plan_targets(cache, tickets_at, count, ask) if code == DONE else refuse(pool, code, ask)
+    code = plan_targets(cache, tickets_at, count, 0, 0, ask) if code == DONE else refuse(pool, code, ask)
     if code < 0 and starts_at:
         for index in range(count):
             rows[tickets[index] & ROW_MASK].start = 0
@@ -336,8 +322,9 @@ def begin_at(cache: int, row: int, start: int, ask: int) -> int:
 
 
 @inner
-def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
-    """Plans to map the pages that rows lack for their targets. The journal is open; a refusal closes it."""
+def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
+    """Plans to map the pages that rows lack for their targets, and to make copies to the first (see `plan_resume`). The
+    journal is open; a refusal closes it."""
     c = view(cache, 1, CACHE)[0]
     pool, asked = c.pool, view(ask, 1, ASK)[0]
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
@@ -359,6 +346,8 @@ def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
         row = tickets[index] & ROW_MASK
         if rows[row].target > rows[row].room:
             larges = map_row(cache, row, larges)
+    if copies:
+        plan_copies(cache, tickets[0] & ROW_MASK, copies_at, copies)
     if view(pool, 1, POOL)[0].fills:
         for index in range(count):
             if is_captured(cache, tickets[index] & ROW_MASK, ask):
@@ -370,3 +359,17 @@ def plan_targets(cache: int, tickets_at: int, count: int, ask: int) -> int:
         if rows[row].target > rows[row].length:
             plan_length(cache, row, rows[row].start, rows[row].target)
     return serial
+
+
+@inner
+def plan_copies(cache: int, row: int, copies_at: int, copies: int) -> None:
+    """Plans to copy tokens to a row from host memory, but for those on pages that are mapped: see `plan_resume`."""
+    c, words = view(cache, 1, CACHE)[0], view(copies_at, (copies, 4), np.int64)
+    p = view(c.pool, 1, POOL)[0]
+    for index in range(copies):
+        part, first, nbytes = words[index, 0], words[index, 1], words[index, 2]
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        begin = max(first, e.mapped * p.page_size)
+        if begin < first + nbytes:
+            s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, part, 0, 0, 0)]
+            s.address, s.nbytes, s.other = s.address + begin, first + nbytes - begin, words[index, 3] + begin - first

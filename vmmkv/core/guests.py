@@ -26,7 +26,7 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from .frames import add_gain, push_free
 from .rows import add_user, frame_at, page_of, place, recount, row_of, track
-from .tables import CACHE, DONE, EXTENT, FRAME, GONE, LISTS, NO_TOKEN, NOTE, POOL, ROW
+from .tables import CACHE, DONE, EXTENT, FRAME, GONE, LISTS, NO_TOKEN, NOTE, POOL, ROW, SUSPENDED
 
 
 @entry
@@ -56,13 +56,15 @@ def notes(cache: int, out: int, most: int) -> int:
 @entry
 def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, most: int) -> int:
     """References the frames of a range, from page `first` on, that a sequence's first tokens fill, and writes their
-    numbers to `out`. Returns the number of frames, or `GONE`; or `NO_TOKEN`: the sequence has fewer tokens, or has
-    released its front."""
+    numbers to `out`. Returns the number of frames, `GONE`, `SUSPENDED`, or `NO_TOKEN`: the sequence has fewer
+    tokens, or has released its front."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0:
         return GONE
     p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    if r.suspended:
+        return SUSPENDED
     if tokens > r.length or r.start or r.broken:
         return NO_TOKEN
     numbers, page, count, end = view(out, most, np.int64), first, 0, page_of(cache, part, tokens)

@@ -7,7 +7,7 @@ from ..driver.running import leave as leave_context
 from ..driver.running import step as driver_step
 from ..driver.table import DRIVER, MAP, RELEASE, SET_READ_ACCESS, UNMAP
 from .frames import leave, take
-from .rows import frame_at, place, recount, track
+from .rows import address_of, frame_at, place, recount, track
 from .tables import (
     CACHE,
     COPY,
@@ -44,11 +44,10 @@ def emit_row(cache: int, kind: int, row: int, part: int, page: int, count: int, 
     """Adds a step on pages of a row, and makes the row busy. Returns the number of the step."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
-    g = view(c.ranges_at, c.ranges, RANGE)[part]
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     s = view(p.steps_at, p.max_steps, STEP)[p.steps]
     s.kind, s.cache, s.row, s.range, s.page, s.count, s.frame = kind, cache, row, part, page, count, frame
-    s.address = g.address + (row * g.row_pages + page) * p.page_size
+    s.address = address_of(cache, row, part, page)
     s.nbytes, s.other, s.stream, s.owner = count * p.page_size, 0, r.stream, r.owner
     if not r.busy:
         r.busy = 1

@@ -36,6 +36,7 @@ from .tables import (
     ROW_BITS,
     STAGE,
     STEP,
+    SUSPENDED,
     UNSTAGE,
     WAIT,
 )
@@ -44,10 +45,12 @@ from .tables import (
 @entry
 def can_part(cache: int, ticket: int, pages_at: int, ask: int) -> int:
     """Whether there is room for all copies that a row needs to have its own pages from some on, one in each range.
-    Returns `DONE`, `GONE` or `NO_PAGES`."""
+    Returns `DONE`, `GONE`, `SUSPENDED` or `NO_PAGES`."""
     c, row, a = view(cache, 1, CACHE)[0], row_of(cache, ticket), view(ask, 1, ASK)[0]
     if row < 0:
         return GONE
+    if view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended:
+        return SUSPENDED
     a.asked, a.available = 0, available(cache)
     for part in range(c.ranges):
         a.asked += copies_of(cache, row, part, view(pages_at, c.ranges, np.int64)[part])
@@ -60,7 +63,7 @@ def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
     the last frame below `shared` is made writable, or copied to the staging range.
 
     Returns a serial, and the caller goes on with `plan_swap` if `ask.row` is 1; `DONE` where nothing is left to do;
-    `GONE`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, or `CAPTURED`.
+    `GONE`, `SUSPENDED`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, or `CAPTURED`.
     """
     c = view(cache, 1, CACHE)[0]
     settle(c.pool, ask)
@@ -70,6 +73,8 @@ def plan_part(cache: int, ticket: int, part: int, page: int, ask: int) -> int:
     p, a = view(c.pool, 1, POOL)[0], view(ask, 1, ASK)[0]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     a.row = a.slots = 0
+    if view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended:
+        return SUSPENDED
     if view(c.rows_at, c.num_rows + LISTS, ROW)[row].broken:
         return BROKEN
     page = max(page, e.use_first)
@@ -139,7 +144,8 @@ def fence(cache: int, ticket: int, ask: int) -> int:
 @entry
 def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
     """Plans to put the staged copy in the place of the last frame below a row's `shared`. The caller has waited for the
-    row's fence. Returns a serial, `GONE`, or `CHANGED`: other rows share other pages of the row meanwhile."""
+    row's fence. Returns a serial, `GONE`, or `CHANGED`: other rows share other pages of the row meanwhile,
+    or it is suspended."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     settle(c.pool, ask)
@@ -149,7 +155,12 @@ def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     copy = p.staged - 1
     pages = view(p.frames_at, p.capacity, FRAME)[copy].pages
-    if p.staged_owner != ticket >> ROW_BITS or p.staged_part != part or p.staged_page != e.shared - pages:
+    if (
+        view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended
+        or p.staged_owner != ticket >> ROW_BITS
+        or p.staged_part != part
+        or p.staged_page != e.shared - pages
+    ):
         return CHANGED
     begin(c.pool)
     emit(c.pool, UNSTAGE, copy, p.staging, pages * p.page_size, 0)

@@ -65,6 +65,9 @@ NO_LIMIT_PAGES = 1 << 40
 """The limit, in pages, of an account that may have all of its pool."""
 
 
+ZEROS = array("q", bytes(8 * WORDS))
+
+
 class Lessee(Protocol):
     """A user of a pool that creates pages itself: see `vmmkv.core.leasing`."""
 
@@ -81,7 +84,7 @@ class Ask:
     __slots__ = "address", "words"
 
     def __init__(self) -> None:
-        self.words = array("q", bytes(8 * WORDS))
+        self.words = ZEROS[:]
         self.address = self.words.buffer_info()[0]
 
 

@@ -89,7 +89,7 @@ def take_spare(cache: int, row: int, wanted: int, level: int) -> int:
         if e.first < min(e.use_first, e.mapped):
             gained += plan_unmap(cache, row, part, e.first, min(e.use_first, e.mapped))
         keep = e.use_end
-        if level < ALL:
+        if level < ALL and not r.suspended:
             tokens = min(max(r.expected, r.length + c.lookahead) + c.overread, c.max_tokens + c.overread)
             keep = max(keep, fit(cache, row, part, min(pages_for(cache, part, tokens), e.mapped), 1))
         if gained < wanted and keep < e.mapped:

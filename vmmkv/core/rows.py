@@ -8,15 +8,18 @@ from .tables import (
     ACCOUNT,
     CACHE,
     CLASSES,
+    DONE,
     EXTENT,
     FRAME,
     GONE,
     LISTS,
     LIVE,
+    NEEDS,
     NUM_CLASSES,
     POOL,
     RANGE,
     RETIRED,
+    RING,
     ROW,
     ROW_BITS,
     ROW_MASK,
@@ -67,6 +70,14 @@ def page_of(cache: int, part: int, token: int) -> int:
     """The page that a token begins on."""
     c = view(cache, 1, CACHE)[0]
     return token * view(c.ranges_at, c.ranges, RANGE)[part].record // view(c.pool, 1, POOL)[0].page_size
+
+
+@inner
+def address_of(cache: int, row: int, part: int, page: int) -> int:
+    """The address of a page of a row."""
+    c = view(cache, 1, CACHE)[0]
+    g = view(c.ranges_at, c.ranges, RANGE)[part]
+    return g.address + (row * g.row_pages + page) * view(c.pool, 1, POOL)[0].page_size
 
 
 @inner
@@ -336,7 +347,7 @@ def recount(cache: int, row: int) -> None:
     if r.cut > r.length:  # what a truncation has left is filled before the row grows
         room, capacity = min(room, r.length), min(capacity, r.length)
     r.room, r.capacity = max(room, 0), max(capacity, 0)
-    if r.broken:
+    if r.broken or r.suspended:
         r.room = r.capacity = -1
     r.ahead_at = r.capacity - c.lookahead if c.lookahead and r.capacity < c.max_tokens else c.max_tokens + 1
 
@@ -353,3 +364,32 @@ def queue_row(cache: int, row: int) -> int:
         c.queue_count += 1
         p.hungry += 1
     return 1 if p.asleep else 0
+
+
+@inner
+def set_length(cache: int, row: int, length: int) -> int:
+    """Sets the length of a row that has room for it. Returns whether the mapper is to be woken."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    c.tokens += length - r.length
+    r.length = length
+    return queue_row(cache, row) if length > r.ahead_at else 0
+
+
+@inner
+def grow_to(cache: int, row: int, target: int) -> int:
+    """Sets the length of a row, if its pages are ready. Returns `DONE`, `RING` or `NEEDS`."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if target > r.capacity:
+        return NEEDS
+    if target > r.room:
+        use_tokens(cache, row, target)
+        if is_over(cache):
+            use_tokens(cache, row, r.length)
+            return NEEDS
+    ring = set_length(cache, row, target)
+    if target > r.room:
+        recount(cache, row)
+        place(cache, row)
+    return RING if ring else DONE

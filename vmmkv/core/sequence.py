@@ -6,13 +6,17 @@ import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, SequenceTooLongError, UseAfterFreeError
+from ..errors import ArgumentError, SequenceTooLongError, SuspendedError, UseAfterFreeError
 from ..layout import shown
 from . import entries
 from .tables import DONE, RING, ROW_BITS, ROW_MASK
 
 if TYPE_CHECKING:
     from .cache import Cache
+
+
+EMPTY = array("q", (0,))
+"""The cell of a sequence without a row."""
 
 
 class Watch(weakref.ref["Sequence"]):
@@ -25,18 +29,18 @@ class Watch(weakref.ref["Sequence"]):
 class Sequence:
     """A sequence of a `Cache`: a row's owner number and the row, in one integer."""
 
-    __slots__ = ("__weakref__", "cache", "cell")
+    __slots__ = ("__weakref__", "cache", "cell", "ticket")
+
+    ticket: int
+    """Its name in compiled code; 0 before it has a row."""
+    cell: array[int]
+    """The ticket, where compiled code writes it, and finds it once the sequence is collected."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache, self.cell = cache, array("q", (0,))
+        self.cache, self.cell, self.ticket = cache, EMPTY[:], 0
         watch = Watch(self, cache.dead.append)
         watch.cell = self.cell
         cache.watches.add(watch)
-
-    @property
-    def ticket(self) -> int:
-        """The ticket: its name in compiled code."""
-        return self.cell[0]
 
     @property
     def row(self) -> int:
@@ -45,7 +49,7 @@ class Sequence:
 
     def record_index(self) -> int:
         """The row. Raises `UseAfterFreeError`."""
-        ticket = self.cell[0]
+        ticket = self.ticket
         row = ticket & ROW_MASK
         if not ticket or self.cache.owners[row] != ticket >> ROW_BITS:
             raise gone()
@@ -54,23 +58,25 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens so far, including those before `start`."""
-        return int(self.cache.lengths[self.record_index()])
+        row = self.record_index()
+        return int(self.cache.lengths[row] or self.cache.aways[row])
 
     @property
     def start(self) -> int:
         """The first token that it still has."""
-        return int(self.cache.starts[self.record_index()])
+        row = self.record_index()
+        return int(self.cache.starts[row] or self.cache.away_starts[row])
 
     @property
     def capacity(self) -> int:
         """The length up to which it grows without a driver call."""
-        return int(self.cache.capacities[self.record_index()])
+        return max(int(self.cache.capacities[self.record_index()]), 0)
 
     def extend(self, tokens: int) -> None:
         """Makes room for more tokens: see `Cache.extend`."""
         cache = self.cache
         check_tokens(tokens, cache.max_seq_len)
-        code = entries.grow_one(cache.address, self.cell[0], tokens, -1)
+        code = entries.grow_one(cache.address, self.ticket, tokens, -1)
         if code == RING:
             cache.pool.ring()
         elif code != DONE:
@@ -79,7 +85,7 @@ class Sequence:
     def extend_in_place(self, tokens: int, held: int = -1) -> bool:
         """Makes room for more tokens if their pages are mapped, and the length is `held` or that is negative."""
         check_tokens(tokens, self.cache.max_seq_len)
-        code = entries.grow_one(self.cache.address, self.cell[0], tokens, held)
+        code = entries.grow_one(self.cache.address, self.ticket, tokens, held)
         if code == RING:
             self.cache.pool.ring()
         return code >= DONE
@@ -141,6 +147,11 @@ def check_tokens(tokens: int, most: int) -> int:
 def gone() -> UseAfterFreeError:
     """The error for a sequence that has ended."""
     return UseAfterFreeError("the sequence was freed, or its cache was closed; start a new one")
+
+
+def suspended() -> SuspendedError:
+    """The error for a sequence whose tokens are in host memory."""
+    return SuspendedError("the sequence is suspended: it can be resumed, freed, or asked for its length")
 
 
 def too_long(length: int, most: int) -> SequenceTooLongError:

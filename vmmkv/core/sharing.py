@@ -8,8 +8,8 @@ from ..driver.running import enter
 from ..driver.running import leave as leave_context
 from ..driver.table import MAP, SET_ACCESS, SET_READ_ACCESS
 from .booking import refuse, settle
-from .frames import take
-from .journal import begin, close, emit_row, must_fill, plan_fill, plan_length, plan_map, plan_unmap, use_source
+from .growth import larges_for
+from .journal import begin, close, emit_row, plan_fill, plan_length, plan_pages, plan_unmap, use_source
 from .reclaim import ALL, is_idle, supply
 from .rows import (
     add_user,
@@ -47,6 +47,7 @@ from .tables import (
     ROW_BITS,
     ROW_MASK,
     STEP,
+    SUSPENDED,
     WAIT,
 )
 
@@ -100,12 +101,15 @@ def split_page(cache: int, source: int, part: int, tokens: int) -> int:
 
 @inner
 def source_row(cache: int, ticket: int, tokens: int) -> int:
-    """The row where a sequence has so many tokens, or has left them; `GONE`, or `NO_TOKEN`."""
+    """The row where a sequence has so many tokens, or has left them; `GONE`, `SUSPENDED`, or
+    `NO_TOKEN`."""
     c, row, owner = view(cache, 1, CACHE)[0], ticket & ROW_MASK, ticket >> ROW_BITS
     if ticket < 0 or row >= c.num_rows:
         return GONE
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if owner and r.owner == owner:
+        if r.suspended:
+            return SUSPENDED
         return row if r.start <= tokens <= r.length else NO_TOKEN
     return row if 0 <= tokens <= kept(cache, row, owner) else GONE
 
@@ -141,13 +145,16 @@ def are_right(cache: int, source: int, tokens: int, frames_at: int) -> int:
 
 
 @entry
-def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int, ask: int) -> int:
+def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, frames_at: int, ask: int) -> int:
     """Plans that a new sequence without tokens begins with the first tokens of another, `given`, which may have left
     its row: on the same frames where these are full, and on a copy of the rest. `frames_at` is 0, or the address of
     numbers of frames that stand for the full ones, for each range `pages` and as many numbers (see
     `vmmkv.core.guests`); then `given` is the sequence that the rest is copied from, or -1 where nothing is.
 
-    Returns a serial, `GONE`, `NO_TOKEN`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
+    The sequence has room for `length` tokens then, but no fewer than it shares. If it is longer than that, no frame
+    may reach behind its shared tokens.
+
+    Returns a serial, `GONE`, `SUSPENDED`, `NO_TOKEN`, `BROKEN`, `NO_PAGES`, `SHORT`, `WAIT`, `CAPTURED` or `FAILED`.
     """
     c, source = view(cache, 1, CACHE)[0], -1
     asked, rows = view(ask, 1, ASK)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
@@ -155,6 +162,8 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
     row = row_of(cache, ticket)
     if row < 0 or rows[row].length:
         return GONE if row < 0 else NO_TOKEN
+    if rows[row].suspended:
+        return SUSPENDED
     if given != -1 or frames_at == 0:
         source = source_row(cache, given, tokens)
         if source < 0 or source == row:
@@ -171,7 +180,7 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
             return code
     before, start = available(cache), rows[source].start if source >= 0 and frames_at == 0 else 0
     begin(c.pool)
-    rows[row].start, singles, cursor = start, 0, frames_at
+    rows[row].start, cursor, length = start, frames_at, max(length, tokens)
     if source >= 0 and rows[source].owner == 0:
         use_source(cache, source)
     for part in range(c.ranges):
@@ -179,25 +188,61 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, frames_at: int,
         if e.first < e.mapped:
             plan_unmap(cache, row, part, e.first, e.mapped)
         split = share_front(cache, row, part, source, tokens, cursor)
+        use(cache, row, part, split, split)
         if cursor:
             cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
-        end = max(pages_for(cache, part, tokens + c.overread) if tokens else 0, split)
-        singles += end - split
-        use(cache, row, part, split, end)
+    need = use_rest(cache, row, length, frames_at)
+    if is_over(cache):
+        need = use_rest(cache, row, length, 0)
     code = NO_PAGES if is_over(cache) else DONE
     if code == DONE:
-        code = supply(c.pool, singles, 0, ALL, ask)
+        code = supply(c.pool, need & 0xFFFFFFFF, need >> 32, ALL, ask)
     else:
-        asked.asked, asked.available = singles, before
+        asked.asked, asked.available = need & 0xFFFFFFFF, before
     if code < 0:
         return give_up(cache, row, code, ask)
     if source >= 0:  # its own surplus may have been taken
         use_source(cache, source)
+    larges, cursor = code, frames_at
     for part in range(c.ranges):
-        copy_rest(cache, row, part, source, tokens)
+        larges = copy_rest(cache, row, part, source, tokens, larges if can_be_large(cache, cursor) else 0, larges)
+        if cursor:
+            cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+    if view(c.pool, 1, POOL)[0].fills and is_captured(cache, row, ask):
+        return give_up(cache, row, CAPTURED, ask)
     serial = close(c.pool)
-    plan_length(cache, row, start, tokens)
+    plan_length(cache, row, start, length)
     return serial
+
+
+@inner
+def can_be_large(cache: int, frames_at: int) -> int:
+    """Whether large frames may lie behind a list of frames: it is there, and ends with one, or is empty."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    if frames_at == 0:
+        return 0
+    count = view(frames_at, 1, np.int64)[0]
+    if count == 0:
+        return 1
+    return 1 if view(p.frames_at, p.capacity, FRAME)[view(frames_at, count + 1, np.int64)[count]].pages > 1 else 0
+
+
+@inner
+def use_rest(cache: int, row: int, length: int, frames_at: int) -> int:
+    """Makes a row use the pages of so many tokens behind those that it shares. Returns the number of single pages that
+    it lacks, plus `1 << 32` times the number of large frames, which may lie behind the lists of frames."""
+    c, singles, larges, cursor = view(cache, 1, CACHE)[0], 0, 0, frames_at
+    large = view(c.pool, 1, POOL)[0].large
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        split, end = e.use_first, max(pages_for(cache, part, length + c.overread) if length else 0, e.use_first)
+        found = larges_for(cache, row, part, split, end) if can_be_large(cache, cursor) else 0
+        larges += found
+        singles += max(end - split - found * large, 0)
+        use(cache, row, part, split, max(end, split + found * large))
+        if cursor:
+            cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+    return larges << 32 | singles
 
 
 @inner
@@ -245,20 +290,17 @@ def share_front(cache: int, row: int, part: int, source: int, tokens: int, frame
 
 
 @inner
-def copy_rest(cache: int, row: int, part: int, source: int, tokens: int) -> None:
-    """Plans to map the pages behind the shared ones, and to copy their tokens from the source."""
+def copy_rest(cache: int, row: int, part: int, source: int, tokens: int, most: int, larges: int) -> int:
+    """Plans to map the pages behind the shared ones, on `most` large frames at most, and to copy their tokens from the
+    source. Returns how many of `larges` are left."""
     c = view(cache, 1, CACHE)[0]
     p, g = view(c.pool, 1, POOL)[0], view(c.ranges_at, c.ranges, RANGE)[part]
     e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
     page, end = e.use_first, e.use_end
     if page >= end:
-        return
-    filled = end
-    for each in range(page, end):
-        frame = take(c.pool, 1)
-        if filled == end and must_fill(cache, row, frame):
-            filled = each
-        plan_map(cache, row, part, each, frame)
+        return larges
+    most = min(larges_for(cache, row, part, page, end), most)
+    filled = plan_pages(cache, row, part, page, most, end)
     emit_row(cache, SET_ACCESS, row, part, page, end - page, 0)
     if filled < end:
         plan_fill(cache, row, part, filled, end)
@@ -266,3 +308,4 @@ def copy_rest(cache: int, row: int, part: int, source: int, tokens: int) -> None
     if nbytes > 0:
         s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, part, page, 1, 0)]
         s.nbytes, s.other = nbytes, g.address + (source * g.row_pages + page) * p.page_size
+    return larges - most

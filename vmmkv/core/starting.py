@@ -15,6 +15,7 @@ from .rows import (
     available,
     class_of,
     fit,
+    grow_to,
     is_over,
     page_of,
     pages_for,
@@ -50,6 +51,7 @@ from .tables import (
     RING,
     ROW,
     ROW_BITS,
+    SUSPENDED,
     TAKEN,
     VACANT_ROWS,
     WAIT,
@@ -125,7 +127,7 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
     owners[0] += 1
     r.owner, r.expected = owners[0], expected
     r.key = r.owner if c.key_of_sequence else key
-    r.length = r.start = r.broken = r.cut = 0
+    r.length = r.start = r.broken = r.cut = r.suspended = r.away = r.away_start = 0
     r.stream, r.streams = handle, 1 << slot if slot >= 0 else 0
     c.live += 1
     recount(cache, row)
@@ -150,8 +152,9 @@ def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int)
 
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
-    """Gives a row to a new sequence without tokens, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or
-    -2 - row, for any other than that row. It maps nothing, and needs no lock.
+    """Gives a row to a new sequence, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or -2 - row, for
+    any other than that row. It maps nothing, and needs no lock. If all of so many tokens lie on ready pages the
+    sequence has them, and `ask.asked` is their number; else it has none.
 
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the wanted row belongs to a live sequence; `NEEDS`: the pages of a row
     must be unmapped first (see `plan_empty`); `FULL` or `FAILED`: the stream could not be named.
@@ -177,6 +180,10 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
             let_slots(p.driver, 1 << slot)
         return code
     view(cell, 1, np.int64)[0] = own(cache, row, key, expected, slot, handle)
+    grown, a = grow_to(cache, row, tokens) if tokens else NEEDS, view(ask, 1, ASK)[0]
+    a.asked = tokens if grown != NEEDS else 0
+    if grown == RING:
+        return RING
     return RING if expected > rows[row].capacity and c.lookahead and queue_row(cache, row) else DONE
 
 
@@ -317,7 +324,7 @@ def disown(cache: int, row: int) -> None:
     r.ended += 1
     let_slots(p.driver, r.streams)
     r.last, r.left = r.owner, r.length if r.start == 0 else 0
-    r.owner = r.length = r.start = r.streams = r.stream = r.expected = 0
+    r.owner = r.length = r.start = r.streams = r.stream = r.expected = r.suspended = r.away = r.away_start = 0
     p.clock += 1
     unlink_old(cache, row)
     r.stamp = p.clock
@@ -366,11 +373,13 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
 @entry
 def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
-    mapped until they are reclaimed. Returns `DONE`, `GONE`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
+    mapped until they are reclaimed. Returns `DONE`, `GONE`, `SUSPENDED`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
     if row < 0 or view(c.pool, 1, POOL)[0].dead:
         return row if row < 0 else DEAD
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.suspended:
+        return SUSPENDED
     start, length = r.start if start < 0 else start, r.length if length < 0 else length
     if not r.start <= start <= length <= r.length:
         return NO_TOKEN

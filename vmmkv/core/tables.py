@@ -32,7 +32,8 @@ Invariants between two calls, in pages:
  4. Below `shared` each frame counts the live rows that use it (`users`); above it the pages of a live row are its own,
     and are counted by arithmetic.
  5. `gain` of a row is the number of its pages whose frames would be free if they were unmapped there.
- 6. A row's fence covers all work on its surplus pages. Free frames and frames that a guest alone holds have none.
+ 6. A suspended row has an owner, no tokens, and uses no pages; it cannot grow until it is resumed.
+ 7. A row's fence covers all work on its surplus pages. Free frames and frames that a guest alone holds have none.
 """
 
 import numpy as np
@@ -66,7 +67,8 @@ CACHE = _record(
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(
     "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
-    "target cut list next prev is_old older younger queued broken broken_part broken_page ended"
+    "target cut list next prev is_old older younger queued broken broken_part broken_page ended "
+    "suspended away away_start"
 )
 """`ended` counts the sequences that have ended on the row. `uses` of a frame counts those that have ended on rows while
 these had the frame, without those of the rows that have it now: `ended` of a row is subtracted when a frame is mapped
@@ -100,9 +102,12 @@ DONE, RING = 0, 1
 """The call is done; the call is done and the mapper is to be woken."""
 (
     BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED,
-    NO_TOKEN, FULL, DEAD, NO_LIMIT, TAKEN,
-) = range(-19, 0)  # fmt: skip
+    NO_TOKEN, FULL, DEAD, NO_LIMIT, TAKEN, SUSPENDED,
+) = range(-20, 0)  # fmt: skip
 """Reasons for which a call does less than was asked."""
+INTACT, LOST = 1, 2
+"""Values of `suspended`: pages that are still mapped in the row hold its tokens; or not all of them do. The sequence's
+bounds are `away_start` and `away` then, and the row has no tokens."""
 GAINED, TAKEN_FRAME = 1, 2
 """Values of `moving`: the journal makes the frame free; a step of the journal has taken the frame."""
 FRESH_KEY = -1

@@ -11,8 +11,7 @@ from ..driver.fence import Fence
 from ..errors import OutOfPagesError, VmmkvError
 from . import entries
 from .pool import NO_LIMIT_PAGES, ROW_AT, SLOTS_AT, TICK, Ask, Pool, busy
-from .sequence import gone
-from .tables import BROKEN, GONE, NO_PAGES, ROW_MASK
+from .tables import BROKEN, GONE, NO_PAGES, ROW_MASK, SUSPENDED
 
 if TYPE_CHECKING:
     from .cache import Cache
@@ -54,8 +53,8 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
         if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE:
             raise
         return True
-    if code == GONE:
-        raise gone()
+    if code in (GONE, SUSPENDED):
+        raise cache.error(code, ask)
     if code == BROKEN:
         repair(cache, ticket)
         return True

@@ -13,7 +13,7 @@ import torch
 from ..core.pool import NO_LIMIT_PAGES, Pool
 from ..core.tables import ACCOUNT
 from ..driver.driver import Driver, fork_error, open_driver
-from ..errors import ArgumentError, BudgetError, BusyError, UseAfterFreeError, VmmkvError
+from ..errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from ..memory import debugging
 from ..memory.budget import pages_within
 from ..memory.nvtx import Ranges
@@ -65,16 +65,17 @@ class FramePool(Pool):
         device: str | torch.device | None = None,
         page_size: int | None = None,
     ) -> None:
-        self._open(open_driver(device, page_size), max_bytes)
+        self.open_on(open_driver(device, page_size), max_bytes)
 
     @classmethod
     def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
         """Makes a pool on a driver that is open already."""
         pool = cls.__new__(cls)
-        pool._open(driver, max_bytes)
+        pool.open_on(driver, max_bytes)
         return pool
 
-    def _open(self, driver: Driver, max_bytes: float | str) -> None:
+    def open_on(self, driver: Driver, max_bytes: float | str) -> None:
+        """Opens the pool on a driver, with so many bytes."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
         super().__init__(driver, pages_within(driver, max_bytes), poison=self.is_debugged)
@@ -221,12 +222,9 @@ class FramePool(Pool):
 
         Raises:
             BudgetError: a cache, tensor or memory pool still lies on the pool.
-            BusyError: another operation of this thread is not at its end.
         """
         if not self.is_open or self.word("dead"):
             return
-        if self.lock._is_owned():
-            raise BusyError("asked to close a FramePool in the middle of another call of the same thread")
         self.take_leased(0)
         if self.accounts["open"].any():
             raise BudgetError(

@@ -57,12 +57,12 @@ class Sequence(core.Sequence):
     @property
     def number(self) -> int:
         """Its number in the process: 1 for the first sequence, never used twice."""
-        return core.number_of(self.cell[0])
+        return core.number_of(self.ticket)
 
     @property
     def index(self) -> int:
         """The row that it was given. After its end another sequence may have that row: see `row`."""
-        return core.row_number(self.cell[0])
+        return core.row_number(self.ticket)
 
     @property
     def pool(self) -> object:

@@ -1,0 +1,136 @@
+"""Slots: pages of host memory within a budget, pinned where there is a GPU.
+
+Memory is allocated in chunks of 16 pages, which one copy moves at full speed, on demand; only where the budget has less
+room left, in 8, 4, 2 or 1. A chunk is given back when none of its pages is taken. All chunks are powers of two, so that
+torch's allocator of pinned memory rounds none up, and gives their memory to later chunks.
+
+Pages that a copy still uses are given back with its fence, and count until it has passed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from ..driver.fence import Fence
+from ..errors import OutOfHostMemoryError, VmmkvError
+
+CHUNK = 16
+"""Pages of most chunks."""
+
+
+class Chunk:
+    """Pages side by side. `free` has a bit for each page that is not taken."""
+
+    __slots__ = "address", "free", "memory", "pages"
+
+    def __init__(self, pages: int, page_size: int, is_pinned: bool) -> None:
+        self.pages, self.free = pages, (1 << pages) - 1
+        self.memory = torch.empty(pages * page_size, dtype=torch.uint8, pin_memory=is_pinned)
+        self.address = self.memory.data_ptr()
+
+
+class Run(NamedTuple):
+    """Neighbouring pages of a chunk."""
+
+    chunk: Chunk
+    first: int
+    pages: int
+    address: int
+
+
+class Slots:
+    """Pages of host memory.
+
+    Args:
+        page_size: bytes of a page.
+        max_bytes: the budget.
+        is_pinned: whether a GPU copies from and to them.
+    """
+
+    def __init__(self, page_size: int, max_bytes: int, is_pinned: bool) -> None:
+        self.page_size, self.limit, self.is_pinned = page_size, max_bytes // page_size, is_pinned
+        self.taken = self.made = 0
+        """Pages that are taken, or that a copy still uses; and pages of all chunks."""
+        self._partial: list[Chunk] = []
+        """Chunks with free pages."""
+        self._leaving: list[tuple[Fence, list[Run]]] = []
+
+    def take(self, pages: int) -> list[Run]:
+        """Takes pages, in as few runs as there are. Waits for copies from or to pages that were given back, if there
+        are no others.
+
+        Raises:
+            OutOfHostMemoryError: the budget, or the host, has no room for them.
+            DriverError: a copy could not be waited for.
+        """
+        self.collect()
+        while self._leaving and self.limit - self.taken < pages:
+            self._leaving[0][0].wait()
+            self.collect()
+        if self.limit - self.taken < pages:
+            raise OutOfHostMemoryError(
+                f"asked for {pages} pages of host memory; {self.limit - self.taken} of {self.limit} are left. Resume "
+                "or free other sequences, or allow more host memory"
+            )
+        runs: list[Run] = []
+        try:
+            while (left := pages - sum(run.pages for run in runs)) > 0:
+                if not self._partial or (left >= CHUNK <= self.limit - self.made):
+                    self._make()
+                runs.append(self._take(left))
+        except BaseException:
+            self.give(runs, Fence())
+            raise
+        return runs
+
+    def give(self, runs: list[Run], fence: Fence) -> None:
+        """Gives pages back, which copies use until a fence has passed."""
+        if runs:
+            self._leaving.append((fence, runs))
+        self.collect()
+
+    def collect(self) -> None:
+        """Makes pages free whose copies have ended, as far as the device says."""
+        for each in list(self._leaving):
+            fence, runs = each
+            with suppress(VmmkvError):
+                if fence.passed():
+                    self._leaving.remove(each)
+                    for run in runs:
+                        self._free(run)
+
+    def _make(self) -> None:
+        """Allocates a chunk."""
+        pages = min(CHUNK, 1 << (self.limit - self.made).bit_length() - 1)
+        try:
+            chunk = Chunk(pages, self.page_size, self.is_pinned)
+        except (MemoryError, RuntimeError) as error:  # torch raises either
+            raise OutOfHostMemoryError(f"the host has no memory for {pages} pages: {error}") from error
+        self.made += pages
+        self._partial.append(chunk)
+
+    def _take(self, wanted: int) -> Run:
+        """Takes a run of up to so many pages from the chunk that was made, or was partly freed, last."""
+        chunk = self._partial[-1]
+        first = (chunk.free & -chunk.free).bit_length() - 1
+        behind = chunk.free >> first
+        pages = min((~behind & behind + 1).bit_length() - 1, wanted)
+        chunk.free &= ~((1 << pages) - 1 << first)
+        self.taken += pages
+        if not chunk.free:
+            self._partial.pop()
+        return Run(chunk, first, pages, chunk.address + first * self.page_size)
+
+    def _free(self, run: Run) -> None:
+        """Makes pages free, and gives their chunk back if it has no others."""
+        chunk = run.chunk
+        if not chunk.free:
+            self._partial.insert(0, chunk)
+        chunk.free |= (1 << run.pages) - 1 << run.first
+        self.taken -= run.pages
+        if chunk.free == (1 << chunk.pages) - 1:
+            self._partial.remove(chunk)
+            self.made -= chunk.pages
