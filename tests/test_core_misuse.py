@@ -555,7 +555,7 @@ def test_errors_have_no_surprises() -> None:
         assert entries.grow(cache.address, address, 1, 1, 0, ask.address) < 0
         assert entries.keep(cache.address, ticket, 0, 0, ask.address) < 0
         assert entries.free(cache.address, address, 1, 0, ask.address) == 0
-        assert pool.change(Ask(), entries.plan_share, cache.address, ticket, 0, 0, 0) < 0
+        assert pool.change(Ask(), entries.plan_share, cache.address, ticket, 0, 0, 0, 0) < 0
         assert pool.change(Ask(), entries.plan_part, cache.address, ticket, 0, 0) < 0
         check_all(pool, cache)
     assert issubclass(SequenceTooLongError, VmmkvError)

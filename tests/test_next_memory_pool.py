@@ -16,6 +16,7 @@ import torch
 from c_driver import CDriver, Functions
 from conftest import ROUNDS, run_python, small_driver
 from faulty import FaultyDriver
+from interruption import interrupted
 from test_torch import filled, mapped
 
 import vmmkv
@@ -332,6 +333,37 @@ def test_segments_come_while_others_take_the_lease() -> None:
     device.check()
     cache.close()
     device.end(lease)
+
+
+@pytest.mark.parametrize("name", ["grow", "shrink", "give", "end", "limit"])
+def test_a_lease_that_was_interrupted(name: str) -> None:
+    """At any line: the books are right, and what was made is as it was."""
+    ended, line = None, 0
+    while ended is None:
+        line += Random().randint(1, 8)
+        device = Device(20)
+        cache = device.cache(large_frames=False)
+        cache.sequence(16 * 8).free()
+        lease = device.lease(12, 2)
+        if name != "grow":
+            lease.grow()
+            assert device.allocate(5)
+        calls = {
+            "grow": lease.grow,
+            "shrink": lease.shrink,
+            "give": lambda lease=lease: lease.give(3),
+            "end": lease.end,
+            "limit": lambda device=device: device.pool.set_limit(10 * PAGE),
+        }
+        ended = interrupted(calls[name], line)
+        with suppress(OutOfPagesError):
+            device.pool.set_limit(20 * PAGE)  # books a journal that was left behind
+        device.check()
+        assert cache.sequence(3 * 8).length == 24
+        device.check()
+        cache.close()
+        if name != "end":
+            device.end(lease)
 
 
 def test_a_forked_child_has_no_lease() -> None:

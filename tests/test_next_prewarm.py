@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROUNDS, small_driver
 from faulty import FaultyDriver, has_memory
+from interruption import interrupted
 
 import vmmkv
 from vmmkv.core.pool import LARGE
@@ -226,6 +227,23 @@ def test_a_failed_call_takes_all_of_it_back(options: dict[str, object], out_of_m
         assert not driver.handles
         skip += random.randint(1, 3 if ROUNDS > 1 else 12)
     assert failures
+
+
+def test_an_interruption_at_any_line_leaves_no_row_without_a_sequence_in_use() -> None:
+    ended, line = None, 0
+    while ended is None:
+        line += random.randint(1, 40)
+        cache, driver = make(70)
+        ended = interrupted(lambda cache=cache: cache.prewarm(tokens=20 * TOKENS), line)
+        cache.pool.set_limit(70 * driver.page_size)  # books a journal that was left behind
+        cache.check()
+        assert (cache.stats().tokens, cache.pool.stats().used_bytes) == (0, 0)
+        sequence = cache.sequence(70 * TOKENS)
+        assert has_memory(sequence, driver)  # type: ignore[arg-type]
+        sequence.free()
+        cache.close()
+        cache.pool.close()
+        assert not driver.handles
 
 
 def test_on_a_device_the_first_sequences_make_no_call(device: str) -> None:

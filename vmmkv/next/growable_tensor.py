@@ -101,9 +101,7 @@ class GrowableTensor:
         self._lock: Any = threading.RLock()
         self._cache = Cache(self.pool, (self._row_bytes,), 1, self.shape_max[0], limit=limit, large=False)
         self._sequence = self._cache.start()
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-            flat = export_range(int(self._cache.ranges[0]["address"]), nbytes, self.device, owner=self._cache.owner())
-            self._whole: torch.Tensor | None = flat.view(self.dtype).view(self.shape_max)
+        self._whole: torch.Tensor | None = self._export()
         self.account_name = self.pool.name(self)
         tensors.add(self)
 
@@ -237,12 +235,11 @@ class GrowableTensor:
         if self.pool.word("dead"):
             return
         with self._alone(is_open=False):
-            self._whole, whole = None, self._whole
+            self._whole = None
             try:
                 self._cache.close()
-            except BaseException:
-                self._whole = whole if self._cache.owners[0] else None
-                raise
+            finally:
+                self._whole = self._export() if self._cache.owners[0] else None
             if self.owns_pool:
                 self.pool.end()
 
@@ -265,6 +262,13 @@ class GrowableTensor:
     def leave(self) -> None:
         """Marks the lock dead in a forked child. A thread of the parent, which is not there, may hold it."""
         self._lock = DeadLock()
+
+    def _export(self) -> torch.Tensor:
+        """A tensor over all of the range."""
+        address, nbytes = int(self._cache.ranges[0]["address"]), self.shape_max[0] * self._row_bytes
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            flat = export_range(address, nbytes, self.device, owner=self._cache.owner())
+            return flat.view(self.dtype).view(self.shape_max)
 
     def _resize(self, length: int) -> None:
         """Does what `resize` does, under the lock."""

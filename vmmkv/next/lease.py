@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..compiled.code import link
@@ -40,6 +41,7 @@ class Lease:
         self._allocator, self._reserved, self._is_over = allocator, reserved, False
         self.account = pool.open_account(limit, reserved)
         self._words = allocator.address, pool.address, self.account
+        allocator.state["account"] = self.account + 1
         pool.leases.append(self)
 
     def grow(self) -> None:
@@ -69,17 +71,11 @@ class Lease:
         """Gives back up to so many pages that do not exist; all, if the memory pool has ended. Returns how many."""
         if not self._is_over:
             return int(give_back(*self._words, pages, self._reserved))
-        try:
-            self.pool.leases.remove(self)
-        except ValueError:  # another thread does it; and later the account may be another user's
-            return 0
-        before = left = int(self.pool.accounts[self.account]["leased"])
-        try:
-            left = int(end(*self._words))
-        finally:
-            if left:
-                self.pool.leases.append(self)
-        return before - left
+        given = int(end(*self._words))
+        if not self._allocator.state["account"]:
+            with suppress(ValueError):  # another thread has been first
+                self.pool.leases.remove(self)
+        return given
 
     def mapped_pages(self) -> int:
         """Pages of what is leased that exist."""

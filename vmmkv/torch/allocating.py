@@ -9,10 +9,11 @@ from ..driver.table import DRIVER
 STATE = np.dtype(
     [("mutex", np.int64, 8)]  # a pthread_mutex_t, which zeros initialise
     + [(name, np.int64) for name in ("driver", "page_size", "budget", "physical", "segments", "refused", "status")]
-    + [(name, np.int64) for name in ("lock", "unlock")]
+    + [(name, np.int64) for name in ("lock", "unlock", "account")]
 )
 """The books; `driver` is the address of a driver's table. `refused` is the size of the last segment that could not be
-had, `status` what the memory system said to it, or 0 where the budget did not allow it."""
+had, `status` what the memory system said to it, or 0 where the budget did not allow it. `account` is the account of a
+lease + 1, or 0: see `vmmkv.torch.leasing`."""
 
 
 @inner

@@ -43,20 +43,23 @@ def take_back(books: int, pool: int, account: int, pages: int, kept: int) -> int
 def give_back(books: int, pool: int, account: int, pages: int, kept: int) -> int:
     """Gives up to so many pages back to the pool that are leased and not taken, and leaves `kept` leased. Returns how
     many."""
-    return 0 if view(pool, 1, POOL)[0].dead else take_back(books, pool, account, pages, kept)
+    if view(pool, 1, POOL)[0].dead or view(books, 1, STATE)[0].account != account + 1:
+        return 0
+    return take_back(books, pool, account, pages, kept)
 
 
 @entry
 def end(books: int, pool: int, account: int) -> int:
-    """Gives all pages back that are not taken, ends the reservation, and the account if no page is left. Returns the
-    pages that are left."""
-    p = view(pool, 1, POOL)[0]
-    if p.dead:
+    """Gives all pages back that are not taken, and ends the reservation, and the account if no page is left. Returns
+    how many. A call behind the end of the account does nothing."""
+    p, state = view(pool, 1, POOL)[0], view(books, 1, STATE)[0]
+    if p.dead or state.account != account + 1:
         return 0
-    take_back(books, pool, account, p.capacity * p.large, 0)
+    given = take_back(books, pool, account, p.capacity * p.large, 0)
     leasing.end(pool, account)
-    left: int = view(p.accounts_at, p.accounts, ACCOUNT)[account].leased
-    return left
+    if not view(p.accounts_at, p.accounts, ACCOUNT)[account].open:
+        state.account = 0
+    return given
 
 
 ENTRIES = [lease, give_back, end]
