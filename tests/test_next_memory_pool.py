@@ -73,7 +73,7 @@ class Device:
         """What the books say is what there is, and no more than is allowed."""
         stats, pool, allocator = self.pool.stats(), self.pool, self.functions.allocator
         assert not self.c_driver.misuse
-        check(pool, [each for each in pool.members if each.addresses])
+        check(pool, [each for each in pool.members if not each.is_closed])
         assert stats.physical_bytes == self.driver.num_pages * PAGE <= stats.limit_bytes
         assert pool.word("created") + pool.word("leased") <= pool.limit_pages
         assert allocator.physical == sum(self.segments.values()) // PAGE <= allocator.budget <= pool.word("leased")

@@ -112,7 +112,8 @@ class Cache:
         self.pool, self.records, self.max_sequences, self.max_seq_len = pool, records, max_sequences, max_seq_len
         size = pool.driver.page_size
         self.addresses: list[Addresses] = []
-        """Those of the ranges, until the cache is closed."""
+        """Those of the ranges."""
+        self.is_closed = False
         self.ranges = zeros(len(records), RANGE)
         for part, nbytes in zip(self.ranges, records):
             row_pages = -(-(max_seq_len + overread) * nbytes // size)
@@ -434,7 +435,7 @@ class Cache:
         """
         unsharing.check_copying(self.pool)
         with self.pool.copying:
-            if not self.addresses:
+            if self.is_closed:
                 return
             self.state[0]["closed"] = 1
             wait_for_device(self.pool.driver)
@@ -455,7 +456,9 @@ class Cache:
         if self.views() is None:
             for each in self.addresses:
                 each.free()
-        self.addresses = []
+        else:
+            self.addresses = []  # the last view frees them
+        self.is_closed = True
 
     def __del__(self) -> None:
         """Closes a cache that nothing holds any more, or leaves that to the last view of it."""

@@ -654,7 +654,7 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
-        check(self.pool, [other for other in self.pool.members if other.addresses])
+        check(self.pool, [other for other in self.pool.members if not other.is_closed])
 
     # ------------------------------------------------------------------ use and misuse
 
