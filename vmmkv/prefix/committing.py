@@ -10,7 +10,7 @@ from ..core.streams import pending_slots, record_slots
 from ..core.tables import ASK, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
 from ..driver.running import enter, leave
 from .holders import forget_rows, hold_row, read_notes, set_end
-from .nodes import add_node, add_root, boundary_behind, node_with, split, tidy, use_path, walk
+from .nodes import add_node, add_root, node_with, split, tidy, use_path, walk
 from .order import ORDER, arrange, expire, take_off
 from .tables import (
     HOLDER,
@@ -40,11 +40,10 @@ def add_path(tree: int, key: int, ids_at: int, wide: int, count: int) -> int:
         if node == 0:
             return above
     while node and tokens < count:
-        end = min(boundary_behind(tree, tokens), count)
-        child = add_node(tree, node, ids_at, wide, tokens, end)
+        child = add_node(tree, node, ids_at, wide, tokens, count)
         if child == 0:
             break
-        node, tokens = child, end
+        node, tokens = child, nodes[child].end
     return node
 
 

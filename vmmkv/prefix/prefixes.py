@@ -292,7 +292,7 @@ def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
         part["pages_at"], part["groups_at"] = (at(zeros(row_pages + 2, np.dtype(np.int64))) for _ in range(2))
         width, words = width + pages + pages // LARGE + 1, words + row_pages + 2
     nodes = NODES * (cache.pool.most * (widest // CHUNK + 1) + cache.max_sequences) + 64
-    buckets = 1 << nodes.bit_length()
+    buckets = 1 << (nodes // NODES).bit_length()
     kinds, path = array("q", sorted({*records})), cache.max_seq_len + 4
     kept = zeros(len(kinds), np.dtype(np.int64))
     kept[:] = kinds
