@@ -75,19 +75,19 @@ def list_path(tree: int, node: int, held: int, whole: int) -> int:
     parts, count = view(t.parts_at, t.ranges, PART), 0
     for part in range(t.ranges):
         last = nodes[node].end * parts[part].record // t.page_size // t.large
-        view(parts[part].groups_at, last + 1, np.int64)[last] = 0
+        groups = view(parts[part].groups_at, last + 1, np.int64)
+        for group in range(last + 1):
+            groups[group] = 0
     while nodes[node].parent and (whole or nodes[node].end > held or nodes[node].told == 0):
         n = nodes[node]
         path[count] = node
         count += 1
         slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
-        for part in range(t.ranges):
+        for part in range(t.ranges if n.full else 0):
             p = parts[part]
             first = n.begin * p.record // t.page_size // t.large
-            end = n.end * p.record // t.page_size // t.large
-            groups = view(p.groups_at, end + 1, np.int64)
-            for group in range(first, end):
-                groups[group] = slots[p.large + group - first]
+            for group in range(first, n.end * p.record // t.page_size // t.large):
+                view(p.groups_at, group + 1, np.int64)[group] = slots[p.large + group - first]
         node = n.parent
     return count
 

@@ -52,6 +52,8 @@ NODES = 4
 """Nodes for each page that the pool may have, and for each row."""
 DRAINED = 256
 """Events that are drained at a time."""
+WIDTHS = np.dtype(np.int64), np.dtype(np.int32)
+"""Arrays of ids that are read as they are."""
 
 
 class Key(NamedTuple):
@@ -143,7 +145,8 @@ class Prefixes:
         """
         place, count, wide, _kept = ids_of(ids)
         length = check_tokens(count, self.cache.max_seq_len) if whole else 0
-        expected, found = max(expected, min(count, self.cache.max_seq_len)), array("q", bytes(8 * WORDS))
+        expected = max(check_tokens(expected, self.cache.max_seq_len), min(count, self.cache.max_seq_len))
+        found = array("q", bytes(8 * WORDS))
         words, out = (key.number, place, max(count - 1, 0), wide), found.buffer_info()[0]
         action = entries.look_up(self.address, *words, out)
         sequence, cached = None, 0
@@ -323,7 +326,7 @@ def ids_of(ids: Any) -> tuple[int, int, int, object]:
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1:
             raise ShapeError(f"got token ids of shape {ids.shape}; give ids of one sequence, [tokens]")
-        if ids.dtype.char not in "lqi" or not ids.flags.c_contiguous:
+        if ids.dtype not in WIDTHS or not ids.flags.c_contiguous:
             if ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64):
                 raise DtypeError(f"got token ids of {ids.dtype}; they are integers that int64 holds")
             ids = np.ascontiguousarray(ids, np.int64)
