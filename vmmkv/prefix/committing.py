@@ -7,7 +7,7 @@ from ..compiled.native import view
 from ..core.guests import reference
 from ..core.rows import frame_at, place, recount, row_of, track
 from ..core.streams import pending_slots, record_slots
-from ..core.tables import ASK, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
+from ..core.tables import ASK, BROKEN, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
 from ..driver.running import enter, leave
 from .holders import forget_rows, hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, split, tidy, use_path, walk
@@ -171,7 +171,7 @@ def commit(
     tree: int, ticket: int, key: int, ids_at: int, count: int, wide: int, ranges_at: int, ranges: int, ask: int
 ) -> int:
     """Makes the first tokens of a live sequence known, with priorities of some ranges. Returns how many tokens are
-    known of the sequence; or `GONE`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or what keeps it from recording an event:
+    known of the sequence; or `GONE`, `BROKEN`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or why no event could be recorded:
     nothing has changed then. It needs no lock."""
     t = view(tree, 1, TREE)[0]
     c, nodes = view(t.cache, 1, CACHE)[0], view(t.nodes_at, t.nodes, NODE)
@@ -182,7 +182,9 @@ def commit(
     if row < 0:
         return GONE
     r, h = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(t.holders_at, t.num_rows, HOLDER)[row]
-    if r.start or r.broken:
+    if r.broken:
+        return BROKEN
+    if r.start:
         return NO_FRONT
     if count > r.length:
         return TOO_FEW

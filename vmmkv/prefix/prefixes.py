@@ -16,7 +16,7 @@ from ..core import entries as core
 from ..core.cache import Cache
 from ..core.pool import LARGE, Ask, at, record, zeros
 from ..core.sequence import Sequence, check_tokens
-from ..core.tables import NOTE, ROW_MASK
+from ..core.tables import BROKEN, NOTE, ROW_MASK
 from ..errors import (
     ArgumentError,
     DtypeError,
@@ -228,10 +228,9 @@ class Prefixes:
         if sequence.cache is not self.cache or self.tickets[row] != ticket:
             raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")
         ranges = words_of(retention, self.clock()) if retention else None
-        code: int = entries.commit(
-            self.address, ticket, self.keys[row], place, count, wide, ranges.buffer_info()[0] if ranges else 0,
-            len(ranges) // 4 if ranges else 0, ask.address,
-        )  # fmt: skip
+        words = (place, count, wide, ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0)
+        while (code := entries.commit(self.address, ticket, self.keys[row], *words, ask.address)) == BROKEN:
+            self.cache.repair(ticket)
         if code < 0:
             raise self._error(code, count, ask)
         return code
