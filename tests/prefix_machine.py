@@ -305,8 +305,6 @@ class PrefixMachine(Machine):
         if self.random.random() < 0.3:
             start = self.random.randrange(tokens)
             retention = [Retention(start, None, self.random.choice([0, 35, 80]), self.random.choice([None, 1e-8]))]
-        if self.caches[index].rows["broken"][model.sequence.row]:
-            self.caches[index].repair(model.sequence.ticket)
         known = tree.commit(model.sequence, model.ids[:tokens], retention)
         assert known >= tokens
         model.committed = max(model.committed, tokens)

@@ -7,10 +7,10 @@ from ..compiled.native import view
 from ..core.guests import reference
 from ..core.rows import frame_at, place, recount, row_of, track
 from ..core.streams import pending_slots, record_slots
-from ..core.tables import ASK, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
+from ..core.tables import ASK, BROKEN, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
 from ..driver.running import enter, leave
 from .holders import forget_rows, hold_row, read_notes, set_end
-from .nodes import add_node, add_root, boundary_behind, node_with, split, tidy, use_path, walk
+from .nodes import add_node, add_root, node_with, split, tidy, use_path, walk
 from .order import ORDER, arrange, expire, take_off
 from .tables import (
     HOLDER,
@@ -40,11 +40,10 @@ def add_path(tree: int, key: int, ids_at: int, wide: int, count: int) -> int:
         if node == 0:
             return above
     while node and tokens < count:
-        end = min(boundary_behind(tree, tokens), count)
-        child = add_node(tree, node, ids_at, wide, tokens, end)
+        child = add_node(tree, node, ids_at, wide, tokens, count)
         if child == 0:
             break
-        node, tokens = child, end
+        node, tokens = child, nodes[child].end
     return node
 
 
@@ -76,19 +75,19 @@ def list_path(tree: int, node: int, held: int, whole: int) -> int:
     parts, count = view(t.parts_at, t.ranges, PART), 0
     for part in range(t.ranges):
         last = nodes[node].end * parts[part].record // t.page_size // t.large
-        view(parts[part].groups_at, last + 1, np.int64)[last] = 0
+        groups = view(parts[part].groups_at, last + 1, np.int64)
+        for group in range(last + 1):
+            groups[group] = 0
     while nodes[node].parent and (whole or nodes[node].end > held or nodes[node].told == 0):
         n = nodes[node]
         path[count] = node
         count += 1
         slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
-        for part in range(t.ranges):
+        for part in range(t.ranges if n.full else 0):
             p = parts[part]
             first = n.begin * p.record // t.page_size // t.large
-            end = n.end * p.record // t.page_size // t.large
-            groups = view(p.groups_at, end + 1, np.int64)
-            for group in range(first, end):
-                groups[group] = slots[p.large + group - first]
+            for group in range(first, n.end * p.record // t.page_size // t.large):
+                view(p.groups_at, group + 1, np.int64)[group] = slots[p.large + group - first]
         node = n.parent
     return count
 
@@ -172,7 +171,7 @@ def commit(
     tree: int, ticket: int, key: int, ids_at: int, count: int, wide: int, ranges_at: int, ranges: int, ask: int
 ) -> int:
     """Makes the first tokens of a live sequence known, with priorities of some ranges. Returns how many tokens are
-    known of the sequence; or `GONE`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or what keeps it from recording an event:
+    known of the sequence; or `GONE`, `BROKEN`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or why no event could be recorded:
     nothing has changed then. It needs no lock."""
     t = view(tree, 1, TREE)[0]
     c, nodes = view(t.cache, 1, CACHE)[0], view(t.nodes_at, t.nodes, NODE)
@@ -183,7 +182,9 @@ def commit(
     if row < 0:
         return GONE
     r, h = view(c.rows_at, c.num_rows + LISTS, ROW)[row], view(t.holders_at, t.num_rows, HOLDER)[row]
-    if r.start or r.broken:
+    if r.broken:
+        return BROKEN
+    if r.start:
         return NO_FRONT
     if count > r.length:
         return TOO_FEW

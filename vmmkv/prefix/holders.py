@@ -57,7 +57,7 @@ def count_rows(tree: int, node: int, above: int, sign: int) -> None:
         n = nodes[node]
         before = n.rows
         n.rows += sign
-        if (before > 0) != (n.rows > 0):
+        if (before > 0) != (n.rows > 0) and n.next != node:
             unlink_child(tree, node)
             link_child(tree, node, 1 if sign > 0 else 0)
         node = n.parent

@@ -145,19 +145,6 @@ def boundary_behind(tree: int, token: int) -> int:
     return found
 
 
-@inner
-def boundary_before(tree: int, token: int) -> int:
-    """The last boundary up to a token."""
-    t = view(tree, 1, TREE)[0]
-    kinds, found = view(t.kinds_at, t.kinds, np.int64), 0
-    if t.step:
-        found = token // t.step * t.step
-    for index in range(t.kinds):
-        record = kinds[index]
-        found = max(found, (token * record // t.page_size * t.page_size + record - 1) // record)
-    return found
-
-
 # ---------------------------------------------------------------------- paths
 
 
@@ -232,19 +219,23 @@ def use_path(tree: int, node: int) -> None:
 
 
 @inner
-def add_node(tree: int, parent: int, ids_at: int, wide: int, begin: int, end: int) -> int:
-    """Adds a child for tokens between two boundaries. Returns it, or 0: there is no room."""
+def add_node(tree: int, parent: int, ids_at: int, wide: int, begin: int, count: int) -> int:
+    """Adds a child for tokens up to a boundary, or to `count`. Returns it, or 0: there is no room."""
     t = view(tree, 1, TREE)[0]
     nodes, node = view(t.nodes_at, t.nodes, NODE), take_node(tree)
     if node == 0:
         return 0
-    n = nodes[node]
-    n.parent, n.begin, n.end, n.base = parent, begin, end, boundary_before(tree, begin)
-    n.limit = boundary_behind(tree, begin)
-    ids = view(t.ids_at + 8 * node * t.grain, t.grain, np.int64)
-    for token in range(begin, end):
-        ids[token - n.base] = id_at(ids_at, wide, token)
-    n.first = int(ids[begin - n.base])
+    n, above = nodes[node], nodes[parent]
+    n.parent, n.begin, n.base, n.limit = parent, begin, begin, above.limit
+    if begin == above.limit:
+        n.limit = boundary_behind(tree, begin)
+    else:
+        n.base = above.base
+    n.end = min(n.limit, count)
+    ids = view(t.ids_at + 8 * (node * t.grain + begin - n.base), n.end - begin, np.int64)
+    for index in range(n.end - begin):
+        ids[index] = id_at(ids_at, wide, begin + index)
+    n.first = int(ids[0])
     attach(tree, node)
     return node
 

@@ -108,6 +108,8 @@ def arrange(tree: int, node: int) -> None:
     t = view(tree, 1, TREE)[0]
     n = view(t.nodes_at, t.nodes, NODE)[node]
     if n.children == 0 and n.live == 0 and n.pins == 0 and n.parent:
+        if n.expires and n.expires <= t.now:
+            n.priority, n.expires = DEFAULT_PRIORITY, 0
         offer(tree, ORDER, node)
         if n.expires:
             offer(tree, TIMERS, node)
@@ -122,10 +124,9 @@ def arrange(tree: int, node: int) -> None:
 def expire(tree: int, now: int) -> None:
     """Gives nodes the default priority whose time has passed."""
     t = view(tree, 1, TREE)[0]
-    nodes = view(t.nodes_at, t.nodes, NODE)
-    while t.timers:
-        node = view(t.timers_at, t.nodes, np.int64)[0]
-        if nodes[node].expires > now:
-            break
-        nodes[node].priority, nodes[node].expires = DEFAULT_PRIORITY, 0
-        arrange(tree, node)
+    nodes, t.now, is_over = view(t.nodes_at, t.nodes, NODE), now, True
+    while t.timers and is_over:
+        node = int(view(t.timers_at, t.nodes, np.int64)[0])
+        is_over = nodes[node].expires <= now
+        if is_over:
+            arrange(tree, node)

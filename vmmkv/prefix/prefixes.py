@@ -16,7 +16,7 @@ from ..core import entries as core
 from ..core.cache import Cache
 from ..core.pool import LARGE, Ask, at, record, zeros
 from ..core.sequence import Sequence, check_tokens
-from ..core.tables import NOTE, ROW_MASK
+from ..core.tables import BROKEN, NOTE, ROW_MASK
 from ..errors import (
     ArgumentError,
     DtypeError,
@@ -52,6 +52,8 @@ NODES = 4
 """Nodes for each page that the pool may have, and for each row."""
 DRAINED = 256
 """Events that are drained at a time."""
+WIDTHS = np.dtype(np.int64), np.dtype(np.int32)
+"""Arrays of ids that are read as they are."""
 
 
 class Key(NamedTuple):
@@ -143,7 +145,8 @@ class Prefixes:
         """
         place, count, wide, _kept = ids_of(ids)
         length = check_tokens(count, self.cache.max_seq_len) if whole else 0
-        expected, found = max(expected, min(count, self.cache.max_seq_len)), array("q", bytes(8 * WORDS))
+        expected = max(check_tokens(expected, self.cache.max_seq_len), min(count, self.cache.max_seq_len))
+        found = array("q", bytes(8 * WORDS))
         words, out = (key.number, place, max(count - 1, 0), wide), found.buffer_info()[0]
         action = entries.look_up(self.address, *words, out)
         sequence, cached = None, 0
@@ -225,10 +228,9 @@ class Prefixes:
         if sequence.cache is not self.cache or self.tickets[row] != ticket:
             raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")
         ranges = words_of(retention, self.clock()) if retention else None
-        code: int = entries.commit(
-            self.address, ticket, self.keys[row], place, count, wide, ranges.buffer_info()[0] if ranges else 0,
-            len(ranges) // 4 if ranges else 0, ask.address,
-        )  # fmt: skip
+        words = (place, count, wide, ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0)
+        while (code := entries.commit(self.address, ticket, self.keys[row], *words, ask.address)) == BROKEN:
+            self.cache.repair(ticket)
         if code < 0:
             raise self._error(code, count, ask)
         return code
@@ -292,7 +294,7 @@ def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
         part["pages_at"], part["groups_at"] = (at(zeros(row_pages + 2, np.dtype(np.int64))) for _ in range(2))
         width, words = width + pages + pages // LARGE + 1, words + row_pages + 2
     nodes = NODES * (cache.pool.most * (widest // CHUNK + 1) + cache.max_sequences) + 64
-    buckets = 1 << nodes.bit_length()
+    buckets = 1 << (nodes // NODES).bit_length()
     kinds, path = array("q", sorted({*records})), cache.max_seq_len + 4
     kept = zeros(len(kinds), np.dtype(np.int64))
     kept[:] = kinds
@@ -323,7 +325,7 @@ def ids_of(ids: Any) -> tuple[int, int, int, object]:
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1:
             raise ShapeError(f"got token ids of shape {ids.shape}; give ids of one sequence, [tokens]")
-        if ids.dtype.char not in "lqi" or not ids.flags.c_contiguous:
+        if ids.dtype not in WIDTHS or not ids.flags.c_contiguous:
             if ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64):
                 raise DtypeError(f"got token ids of {ids.dtype}; they are integers that int64 holds")
             ids = np.ascontiguousarray(ids, np.int64)

@@ -33,11 +33,11 @@ def _record(names: str) -> np.dtype[np.void]:
 
 TREE = _record(
     "cache page_size large ranges parts_at kinds kinds_at step grain width nodes nodes_at fresh free used ids_at "
-    "slots_at buckets_at mask holders_at num_rows clock order order_at timers timers_at path path_at list_at notes_at "
-    "slots tick events_at event_ids_at num_events first_event next_event lost_events held"
+    "slots_at buckets_at mask holders_at num_rows clock now order order_at timers timers_at path path_at list_at "
+    "notes_at slots tick events_at event_ids_at num_events first_event next_event lost_events held"
 )
-"""`step` is `CHUNK` where that is a boundary, else 0. `kinds` are the different numbers of bytes of a token. `slots`
-and `tick` are the fence of the work that wrote to held frames. `held` counts references to frames."""
+"""`step` is `CHUNK` where that is a boundary, else 0. `kinds` are the different sizes of a token in bytes. `slots` and
+`tick` are the fence of the work that wrote to held frames. `held` counts references to frames."""
 NODE = _record(
     "parent first begin end base limit child next prev chain children rows live holder pins full known known_below "
     "told priority used expires place timer"

@@ -1,0 +1,273 @@
+"""The compiled prefix tree: any operations in any order, against plain models, and what each of them promises."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROUNDS, small_driver
+from core_rows import Row
+from faulty import FaultyDriver
+from prefix_machine import Ids, PrefixMachine, Tables, View, common
+
+from vmmkv.core.cache import Cache
+from vmmkv.core.check import check
+from vmmkv.core.pool import Pool
+from vmmkv.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, UseAfterFreeError
+from vmmkv.layout import KVLayout
+from vmmkv.prefix import entries
+from vmmkv.prefix.prefixes import TOKENS, WORDS, Prefixes
+from vmmkv.prefix.retention import Retention
+
+PAGE = 4
+"""Tokens of a page, in `LAYOUT`."""
+LAYOUT = KVLayout(2, 1, 64, torch.float32)
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
+def test_any_operations_in_any_order(faults: bool) -> None:
+    for _ in range(25 * ROUNDS):
+        seed = Random().randrange(1 << 32)
+        try:
+            PrefixMachine(Random(seed), faults=faults).run(120)
+        except BaseException as error:
+            error.add_note(f"PrefixMachine(Random({seed}), faults={faults}).run(120)")
+            raise
+
+
+@pytest.fixture
+def random() -> Random:
+    seed = Random().randrange(1 << 32)
+    print(f"Random({seed})")
+    return Random(seed)
+
+
+def new(pages: int = 400, rows: int = 8, tokens: int = 200, layout: KVLayout = LAYOUT, **options: object) -> Prefixes:
+    """A tree on a cache of its own."""
+    pool = Pool(small_driver("cpu"), pages)
+    return Prefixes(Cache(pool, layout, rows, tokens, **{"large": False, **options}), events=1 << 16)  # type: ignore[arg-type]
+
+
+def found(tree: Prefixes, ids: Ids, key: int = 0) -> int:
+    """How many of the first ids a look-up finds."""
+    given, out = array("q", ids), array("q", bytes(8 * WORDS))
+    entries.look_up(tree.address, key, given.buffer_info()[0], len(ids), 1, out.buffer_info()[0])
+    return out[TOKENS]
+
+
+def some_ids(random: Random, known: list[Ids], most: int) -> Ids:
+    """Ids that may begin like known ones."""
+    begin = random.choice(known)[: random.randint(0, most)] if known and random.random() < 0.8 else []
+    return (begin + [random.randrange(3) for _ in range(random.randint(1, 40))])[:most]
+
+
+def test_all_that_was_committed_is_found_to_the_token(random: Random) -> None:
+    """Nothing is evicted, and each sequence has its own row: hits are those of a list of all that was committed."""
+    for large in (False, True):
+        tree, known = new(8000, 150, 150, large=large), []
+        for _ in range(150):
+            ids = some_ids(random, known, 150)
+            sequence, cached = tree.start(ids)
+            assert cached == max((common(ids[:-1], each) for each in known), default=0)
+            tree.commit(sequence, ids)
+            known.append(ids)
+            if random.random() < 0.5:
+                sequence.free()
+            for _ in range(8):
+                ids = some_ids(random, known, 150)
+                assert found(tree, ids) == max(common(ids, each) for each in known)
+        Tables(tree).check()
+
+
+@pytest.mark.parametrize("head_dim", [64, 36, 600])
+def test_a_router_knows_what_is_found(random: Random, head_dim: int) -> None:
+    """Where no row has tokens any more, a look-up finds what drained events say, but for part of a page."""
+    layout, view, known, queries, equal = KVLayout(2, 1, head_dim, torch.float32), View(), [], 0, 0
+    tree = new(900, 6, 120, layout, large=head_dim == 36)
+    record, cache = layout.record_bytes[0], tree.cache
+    while queries < 400:
+        for _ in range(6):
+            ids = some_ids(random, known, 120)
+            sequence, _ = tree.start(ids)
+            tree.commit(sequence, ids)
+            known.append(ids)
+            sequence.free()
+        tree.evict(random.choice([0, 5, 60]))
+        for row in range(cache.max_sequences):  # others get the rows
+            cache.sequence(row=row).free()
+        view.follow(tree)
+        for _ in range(40):
+            ids = some_ids(random, known[-30:], 120)
+            told, there = view.find((None, None, None), ids), found(tree, ids)
+            assert told <= there <= told + -(-4096 // record)
+            assert told == there or 4096 % record
+            queries, equal = queries + 1, equal + (told == there)
+        Tables(tree).check()
+    assert equal > queries // 2
+
+
+def test_names_keep_tokens_apart() -> None:
+    tree, ids = new(), [*range(20)]
+    names = ("a", b"a", 1, "1", None)
+    keys = [tree.key(salt, adapter, tenant) for salt in names for adapter in names for tenant in names]
+    assert len({*keys}) == len(names) ** 3
+    sequence, _ = tree.start(ids, tree.key("a", None, "t"))
+    tree.commit(sequence, ids)
+    others = [tree.key("a"), tree.key(None, "a"), tree.key("a", None, "u"), tree.key("b", None, "t")]
+    assert [tree.start(ids, key)[1] for key in others] == [0] * 4
+    assert tree.start(ids, tree.key("a", None, "t"))[1] == 19
+    with pytest.raises(ArgumentError):
+        tree.key(True)
+
+
+def test_ids_of_both_widths_are_equal_and_others_are_refused() -> None:
+    tree, ids = new(), [*range(30)]
+    sequence, _ = tree.start(np.array(ids, np.int32))
+    assert tree.commit(sequence, np.array(ids, ">i8")) == 30
+    for given in (ids, np.array(ids), np.array(ids, np.int32), np.array(ids * 2, np.int64)[::1][:30], array("q", ids)):
+        assert tree.start(given, whole=False)[1] == 29
+        tree.cache.sweep()
+    with pytest.raises(ShapeError):
+        tree.start(np.zeros((2, 2), np.int64))
+    with pytest.raises(DtypeError):
+        tree.start(np.zeros(2))
+    with pytest.raises(ArgumentError):
+        tree.start([1.5])
+
+
+def test_a_hit_and_the_rest_of_its_pages_are_one_change_and_a_chat_goes_on_without_any() -> None:
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = Pool(driver.inner, 100)
+    cache = Cache(pool, LAYOUT, 8, 200, large=False)
+    tree, plans = Prefixes(cache), []
+    change = pool.change
+    pool.change = lambda ask, plan, *words: plans.append(plan) or change(ask, plan, *words)  # type: ignore[assignment, func-returns-value]
+    ids = [*range(41)]
+    first, _ = tree.start(ids)
+    tree.commit(first, ids)
+    plans.clear()
+    second, cached = tree.start([*ids[:30], *range(100, 130)])
+    assert (cached, second.length, len(plans)) == (30, 60, 1)
+    first.free()
+    before = driver.changes
+    third, cached = tree.start([*ids, 7, 8])
+    assert (cached, third.length, driver.changes, len(plans)) == (41, 43, before, 1)
+
+
+def test_the_least_needed_goes_first() -> None:
+    """By priority, then by last use, each behind all that follow it; a priority falls back when its time is over."""
+    now = 0
+    pool = Pool(small_driver("cpu"), 100)
+    tree = Prefixes(Cache(pool, LAYOUT, 8, 200, large=False), clock=lambda: now)
+    prompts = {name: [number] * 3 * PAGE for number, name in enumerate(("high", "short", "old", "new", "low"))}
+    kept = {"high": [Retention(priority=80)], "short": [Retention(priority=90, seconds=1)],
+            "low": [Retention(priority=10)]}  # fmt: skip
+    for name, ids in prompts.items():
+        sequence, _ = tree.start(ids)
+        tree.commit(sequence, ids, kept.get(name, ()))
+        sequence.free()
+    for row in range(8):
+        tree.cache.sequence(row=row).free()
+    found(tree, prompts["old"])
+
+    def there() -> set[str]:
+        return {name for name, ids in prompts.items() if child(tree, ids)}
+
+    def child(tree: Prefixes, ids: Ids) -> bool:
+        tables = Tables(tree)
+        firsts = {int(n["first"]) for n in (tables.nodes[each] for each in tables.children(tables.children(0)[0]))}
+        return ids[0] in firsts
+
+    assert tree.evict(3) == 3
+    assert there() == {"high", "short", "old", "new"}
+    assert tree.evict(2) == 2
+    assert there() == {"high", "short", "old", "new"}
+    assert found(tree, prompts["new"]) == PAGE  # used again
+    assert tree.evict(3) == 3
+    assert there() == {"high", "short", "new"}
+    now = 2_000_000_000
+    assert tree.evict(3) == 3
+    assert there() == {"high", "new"}
+    assert tree.evict(1) == 1
+    assert there() == {"high"}
+
+
+def test_what_live_sequences_use_is_not_evicted(random: Random) -> None:
+    tree, ids = new(), [random.randrange(9) for _ in range(50)]
+    row = Row(tree.start(ids)[0])
+    row.write(random, 0)
+    tree.commit(row.sequence, ids)
+    fork = Row(tree.fork(row.sequence), list(row.tokens))
+    row.sequence.free()
+    assert tree.evict(1 << 30) == 0
+    assert found(tree, ids) == 50
+    fork.verify()
+    fork.sequence.truncate(20)
+    assert found(tree, ids) == 50  # on the row of the sequence that has ended
+    assert tree.evict(1 << 30) == 7
+    assert found(tree, ids) == 20
+
+
+def test_a_commit_of_other_tokens_is_refused() -> None:
+    tree, ids = new(), [*range(20)]
+    sequence, _ = tree.start(ids)
+    tree.commit(sequence, ids)
+    with pytest.raises(ValueError, match="other token ids"):
+        tree.commit(sequence, [*range(10), 99])
+    with pytest.raises(ArgumentError, match="fewer"):
+        tree.commit(sequence, [*range(21)])
+    sequence.truncate(10)
+    sequence.extend(10)
+    tree.commit(sequence, [*range(10), *range(50, 60)])
+    assert found(tree, [*range(10), *range(50, 60)]) == 20
+    sequence.release_before(8)
+    with pytest.raises(UnsupportedError):
+        tree.commit(sequence, ids)
+    with pytest.raises(ArgumentError, match="not returned"):
+        tree.commit(tree.cache.sequence(5), [*range(5)])
+    sequence.free()
+    with pytest.raises(UseAfterFreeError):
+        tree.commit(sequence, ids)
+    Tables(tree).check()
+
+
+def test_a_full_tree_knows_fewer_tokens() -> None:
+    tree = new()
+    tree.state[0]["nodes"] = 8
+    for begin in (0, 100, 200):
+        ids = [*range(begin, begin + 60)]
+        sequence, _ = tree.start(ids)
+        known = tree.commit(sequence, ids)
+        assert known < 60
+        assert found(tree, ids) == known
+        assert tree.commit(sequence, ids) == known
+        Tables(tree).check()
+    tree.evict(1 << 30)
+
+
+def test_after_lost_notes_nothing_wrong_is_found(random: Random) -> None:
+    tree, ids = new(rows=2), [*range(50)]
+    sequence, _ = tree.start(ids)
+    tree.commit(sequence, ids)
+    for _ in range(200):  # more than the ring holds
+        sequence.truncate(30)
+        sequence.extend(20)
+    assert found(tree, ids) == 48
+    tree.commit(sequence, ids[:30] + [7] * 20)
+    assert found(tree, ids[:30] + [7] * 20) == 50
+    Tables(tree).check()
+    check(tree.cache.pool, [tree.cache], Tables(tree).held())
+
+
+def test_a_tree_that_is_collected_leaves_nothing() -> None:
+    tree, ids = new(), [*range(50)]
+    cache, sequence = tree.cache, tree.start(ids)[0]
+    tree.commit(sequence, ids)
+    sequence.free()
+    del tree
+    assert cache.pool.evict == []
+    cache.pool.trim()
+    assert cache.pool.word("created") == 0
