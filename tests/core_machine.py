@@ -72,7 +72,7 @@ class Guest:
     """A dictionary of prefixes behind the door of the core."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache, self.prefixes, self.left = cache, [], []
+        self.cache = cache
         self.ring = np.zeros(8, NOTE)
         entries.join(cache.address, self.ring.ctypes.data, len(self.ring))
         self.prefixes: list[Prefix] = []
@@ -113,12 +113,15 @@ class Machine:
         faults: whether driver calls fail now and then.
     """
 
+    often = "do_begin", "do_extend", "do_step"
+    """Operations that are more likely than others."""
+
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         self.random, self.faults = random, faults
         self.device = SimulatedDevice(random)
         self.device.changes_access = True
         self.device.inner.memory_info = lambda: (1 << 20, 1 << 20)  # type: ignore[method-assign]
-        self.pool = Pool(self.device.inner, random.choice([12, 40, 90]))
+        self.pool = Pool(self.device.inner, random.choice([12, 40, 90]), poison=random.random() < 0.2)
         self.pool.mapper = NoMapper()
         self.caches = [self.new_cache() for _ in range(random.choice([1, 1, 2]))]
         self.guests = [Guest(cache) for cache in self.caches]
@@ -183,7 +186,7 @@ class Machine:
         """One operation, and all checks."""
         index = self.random.randrange(len(self.caches))
         names = [name for name in dir(self) if name.startswith("do_")]
-        weights = [3 if name in ("do_begin", "do_extend", "do_step") else 1 for name in names]
+        weights = [3 if name in self.often else 1 for name in names]
         name = self.random.choices(names, weights)[0]
         failures = self.device.failures
         if self.faults and self.random.random() < 0.3:
@@ -203,10 +206,19 @@ class Machine:
         self.check()
         self.device.run(self.random.randrange(40))
 
-    def check(self) -> None:
+    def held(self) -> Counter[int]:
+        """How often frames are held."""
         held: Counter[int] = Counter()
         for guest in self.guests:
             held += guest.held()
+        return held
+
+    def staging(self) -> list[range]:
+        """Addresses where frames are mapped that lie on no row."""
+        return [range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)]
+
+    def check(self) -> None:
+        held = self.held()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.set_limit(self.pool.word("budget"))
         check(self.pool, self.caches, held)
@@ -223,8 +235,8 @@ class Machine:
                     for page in range(int(e["first"]), int(e["mapped"])):
                         number = table_entry(cache, part, row, page) - 1
                         mapped[base + page * self.pool.driver.page_size] = int(self.pool.frames[number]["handle"])
-        staging = range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)
-        really = {place: handle for place, handle in self.device.mapped.items() if place not in staging}
+        places = self.device.mapped.items()
+        really = {place: handle for place, handle in places if not any(place in each for each in self.staging())}
         if not any(cache.rows["broken"].any() for cache in self.caches):
             assert mapped == really
 
@@ -259,13 +271,13 @@ class Machine:
         """Queues that no byte of another key is in what is mapped behind a new sequence of a cache that scrubs."""
         if not cache.state[0]["key_of_sequence"]:
             return
-        row = model.sequence.row
+        row, value = model.sequence.row, 0 if cache.state[0]["overread"] else int(self.pool.state[0]["poison"])
         for part, g in enumerate(cache.ranges):
             e, size = cache.extents[row * len(cache.ranges) + part], self.pool.driver.page_size
             base = int(g["address"]) + row * int(g["row_pages"]) * size
             first, end = base + int(e["first"]) * size, base + int(e["ready"]) * size
             if first < end:
-                model.home.submit(self.compare(first, 0, end - first, "behind a new sequence"))
+                model.home.submit(self.compare(first, value, end - first, "behind a new sequence"))
 
     def do_extend(self, index: int) -> None:
         if model := self.pick(index):
