@@ -113,7 +113,7 @@ class Machine:
         faults: whether driver calls fail now and then.
     """
 
-    often = "do_begin", "do_extend", "do_step"
+    often: tuple[str, ...] = "do_begin", "do_extend", "do_step"
     """Operations that are more likely than others."""
 
     def __init__(self, random: Random, *, faults: bool = True) -> None:

@@ -13,8 +13,11 @@ import pytest
 from core_machine import Machine, Model, Prefix, follow
 from simulated_device import SimulatedDevice
 
+from vmmkv.core import entries
+from vmmkv.core.pool import Ask
 from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError
 from vmmkv.tier import slots
+from vmmkv.tier.copying import copies
 from vmmkv.tier.host_tier import HostTier
 from vmmkv.tier.prefixes import WINDOW
 
@@ -185,6 +188,21 @@ class TierMachine(Machine):
             self.read(model, stream)  # no stream has to be told to wait
             self.read(model, model.home)
             follow(model.home, stream)
+
+    def do_abandon_resume(self, index: int) -> None:
+        """An interruption in the middle of a resume: planned, and perhaps run, but not booked."""
+        if model := self.some_away(index):
+            tier, cache, ask, ticket = self.tiers[index], self.caches[index], Ask(), model.sequence.ticket
+            bounds = tier.bounds(model.start, len(model.tokens))
+            words = array("q", copies(tier.away[ticket], self.pool.driver.page_size, bounds))
+            at = model.sequence.cell.buffer_info()[0], words.buffer_info()[0], len(words) // 4
+            with self.pool.lock:
+                serial = entries.plan_resume(cache.address, *at, ask.address)
+                if serial > 1 and self.random.random() < 0.7:
+                    entries.run(self.pool.address, serial, 0)
+            if serial == 0:  # it has no tokens
+                self.away[index].remove(model)
+                self.models[index].append(model)
 
     def do_free_suspended(self, index: int) -> None:
         if model := self.some_away(index):

@@ -58,8 +58,8 @@ def row_with(cache: int, part: int, page: int, frame: int, last: int) -> int:
 @entry
 def copy_frames(cache: int, part: int, frames_at: int, hosts_at: int, pages: int, handle: int, ask: int) -> int:
     """Queues copies of the frames on the first pages of a range, on a stream behind all work on the rows where they
-    lie. The words at `frames_at` are the frame of each page, those at `hosts_at` its address in host memory. Where a copy
-    is queued the address becomes 0; the other frames lie in no row that is known.
+    lie. The words at `frames_at` are the frame of each page, those at `hosts_at` its address in host memory: 0 where a
+    copy was queued. The other frames lie in no row that is known.
 
     Returns `DONE`, or `FULL`, `CAPTURED` or `FAILED`; then copies may be under way.
     """

@@ -26,7 +26,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from sys import is_finalizing
 from typing import Any
 
@@ -65,7 +65,8 @@ class HostTier:
         self.prefixes = Prefixes(cache, self.slots, self.stream, lowest_priority)
         self.gone = self.prefixes.gone
         tier = weakref.ref(self)
-        self.pool.evict.insert(0, lambda pages: each.finish(pages) if (each := tier()) else 0)
+        self.evict = lambda pages: each.finish(pages) if (each := tier()) else 0
+        self.pool.evict.insert(0, self.evict)
 
     @property
     def used(self) -> int:
@@ -175,7 +176,8 @@ class HostTier:
             tokens: tokens that lie on them.
 
         Returns:
-            Its handle; or None: the priority is too low, there is no room, or a call has failed.
+            Its handle; or None: the priority is too low, there is no room, the frames do not hold the tokens, or a
+            call has failed.
         """
         try:
             with self.alone():
@@ -218,6 +220,17 @@ class HostTier:
     # ------------------------------------------------------------------ the end
 
     def __del__(self) -> None:
-        """Waits for copies, which may use the slots still."""
-        if not is_finalizing() and "prefixes" in vars(self) and (self.away or self.slots.taken):
-            self.prefixes.close()
+        """Waits for copies, which may use the slots still. Where that fails, the slots stay."""
+        if is_finalizing() or "evict" not in vars(self):
+            return
+        with suppress(ValueError):
+            self.pool.evict.remove(self.evict)
+        try:
+            if self.slots.taken:
+                self.prefixes.close()
+        except VmmkvError:
+            _kept.append(self.slots)
+
+
+_kept: list[Slots] = []
+"""Slots of tiers that nothing holds, and that copies may use."""

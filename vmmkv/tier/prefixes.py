@@ -76,7 +76,10 @@ class Prefixes:
         if self.lowest_priority is None or priority < self.lowest_priority:
             return None
         counts = [sum(int(self.pool.frames[frame]["pages"]) for frame in each) for each in frames]
-        if not self.make_way(sum(counts), priority):
+        records, size = self.cache.layout.record_bytes, self.driver.page_size
+        if any(pages * size < tokens * record for pages, record in zip(counts, records)) or len(counts) != len(records):
+            raise ArgumentError(f"asked to store {tokens} tokens, which {counts} pages do not hold")
+        if not tokens or not self.make_way(sum(counts), priority):
             return None
         flat = array("q", [frame for each in frames for frame in each])
         if entries.hold_again(self.cache.address, flat.buffer_info()[0], len(flat)) < 0:
@@ -236,11 +239,10 @@ class Prefixes:
         return True
 
     def close(self) -> None:
-        """Waits for copies, releases frames, and clears the window, as far as that is possible."""
-        with suppress(VmmkvError):
-            wait_for_device(self.driver)
-            self.collect()
-            self._clear_window()
+        """Waits for copies, releases frames, and clears the window. Raises `StreamCaptureError` or `DriverError`."""
+        wait_for_device(self.driver)
+        self.collect()
+        self._clear_window()
 
 
 def _free(driver: Any, address: int, nbytes: int) -> None:
