@@ -421,10 +421,13 @@ class Machine:
     # ------------------------------------------------------------------ the guest
 
     def do_commit(self, index: int) -> None:
-        model, cache, guest = self.pick(index), self.caches[index], self.guests[index]
-        if not model or model.start or not model.tokens:
-            return
-        tokens, size = self.random.randint(1, len(model.tokens)), self.pool.driver.page_size
+        model = self.pick(index)
+        if model and model.tokens and not model.start:
+            self.commit(index, model, self.random.randint(1, len(model.tokens)))
+
+    def commit(self, index: int, model: Model, tokens: int) -> None:
+        """Has the guest hold the first tokens of a sequence."""
+        cache, guest, size = self.caches[index], self.guests[index], self.pool.driver.page_size
         out, frames, covered = array("q", bytes(8 * 100)), [], tokens
         for part, g in enumerate(cache.ranges):
             count = entries.hold(cache.address, model.sequence.ticket, part, 0, tokens, out.buffer_info()[0], 100)

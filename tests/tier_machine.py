@@ -50,7 +50,7 @@ def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 class TierMachine(Machine):
     """Has a host tier for each cache. Suspended sequences are on lists of their own."""
 
-    often = *Machine.often, "do_suspend", "do_resume", "do_commit", "do_store", "do_load", "do_trim"
+    often = *Machine.often, "do_suspend", "do_resume", "do_commit_longest", "do_store", "do_load", "do_trim"
 
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         super().__init__(random, faults=faults)
@@ -114,11 +114,17 @@ class TierMachine(Machine):
 
     def do_store(self, index: int) -> None:
         guest = self.guests[index]
-        if guest.prefixes:
-            prefix = self.random.choice(guest.prefixes)
+        long = [prefix for prefix in guest.prefixes if prefix.tokens]
+        if long:
+            prefix = self.random.choice(long)
             self.store(index, prefix)
             if self.random.random() < 0.5:
                 guest.drop(prefix)
+
+    def do_commit_longest(self, index: int) -> None:
+        if models := [each for each in self.models[index] if each.tokens and not each.start]:
+            model = max(models, key=lambda each: len(each.tokens))
+            self.commit(index, model, len(model.tokens))
 
     def do_load(self, index: int) -> None:
         """A new sequence: some tokens are written, those behind come from the host."""

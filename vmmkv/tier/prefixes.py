@@ -92,8 +92,9 @@ class Prefixes:
                     self._copy(part, each, runs)
                 fence = Fence.after(self.driver, [self.stream])
         except BaseException:
-            self._release(flat)
+            self.storing.append((Fence(), flat, sum(counts)))
             self.slots.give(taken, Fence())
+            self.collect()
             raise
         self.storing.append((fence, flat, sum(counts)))
         handle = next(self._handles)
@@ -164,22 +165,21 @@ class Prefixes:
         given = 0
         while self.storing and given < pages:
             self.storing[0][0].wait()
+            self._clear_window()
             given += self.collect()
         return given
 
     def collect(self) -> int:
-        """Releases frames that have been copied, the oldest first. Returns their pages."""
+        """Releases frames that have been copied, the oldest first. Returns their pages. If a call has failed some are
+        in the window still."""
         given = 0
         with suppress(VmmkvError):
+            self._clear_window()
             while self.storing and self.storing[0][0].passed():
                 _, frames, pages = self.storing.popleft()
-                self._release(frames)
+                entries.drop(self.cache.address, frames.buffer_info()[0], len(frames))
                 given += pages
         return given
-
-    def _release(self, frames: array[int]) -> None:
-        """Ends references to frames."""
-        entries.drop(self.cache.address, frames.buffer_info()[0], len(frames))
 
     # ------------------------------------------------------------------ back
 
