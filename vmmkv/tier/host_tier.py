@@ -94,6 +94,7 @@ class HostTier:
         """
         cache, ticket, ask = self.cache, sequence.ticket, Ask()
         cache.check_own((sequence,))
+        Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
         code = CHANGED
         while code in (CHANGED, BROKEN):
             if code == BROKEN:

@@ -81,6 +81,7 @@ class Prefixes:
             raise ArgumentError(f"asked to store {tokens} tokens, which {counts} pages do not hold")
         if not tokens or not self.make_way(sum(counts), priority):
             return None
+        Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
         flat = array("q", [frame for each in frames for frame in each])
         if entries.hold_again(self.cache.address, flat.buffer_info()[0], len(flat)) < 0:
             raise ArgumentError("asked to store frames that no guest holds")
