@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS
+from conftest import ROUNDS, join
 from core_rows import Row, check_all, new_cache, new_pool, token_at
 from tier_machine import TierMachine, host_memory  # noqa: F401
 
 from vmmkv.core.reordering import reorder
 from vmmkv.driver.fence import Fence
-from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, SuspendedError
+from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, SuspendedError
 from vmmkv.tier.host_tier import HostTier
 
 
@@ -92,3 +94,40 @@ def test_slots_of_a_long_sequence_are_few_runs() -> None:
     tier.slots.give([taken[0]], Fence())
     assert tier.slots.made * tier.slots.page_size == 32 * tier.slots.page_size
     assert [len(runs) for runs in tier.slots.take([16])] == [1]
+
+
+def test_threads_with_sequences_of_their_own() -> None:
+    seed, tier = Random().randrange(1 << 32), host_tier(90, pages=90)
+    errors: list[BaseException] = []
+
+    def work(random: Random) -> None:
+        live, away = list[Row](), list[Row]()
+        try:
+            for _ in range(300 * ROUNDS):
+                with suppress(OutOfPagesError, OutOfHostMemoryError, OutOfRowsError):
+                    if not live + away or (len(live + away) < 2 and random.random() < 0.5):
+                        live.append(Row(tier.cache.sequence(random.choice([1, 20, 60]))))
+                        live[-1].write(random, 0)
+                    elif live and random.random() < 0.5:
+                        tier.suspend(live[0].sequence)
+                        away.append(live.pop(0))
+                    elif away:
+                        tier.resume(away[0].sequence)
+                        live.append(away.pop(0))
+                        live[-1].verify()
+                        if random.random() < 0.3:
+                            live.pop().sequence.free()
+            for row in live + away:
+                row.sequence.free()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(Random(seed + index),)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    if errors:
+        raise errors[0]
+    assert tier.used == 0
+    check_all(tier.cache.pool, tier.cache)
