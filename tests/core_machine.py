@@ -72,7 +72,7 @@ class Guest:
     """A dictionary of prefixes behind the door of the core."""
 
     def __init__(self, cache: Cache) -> None:
-        self.cache, self.prefixes, self.left = cache, [], []
+        self.cache = cache
         self.ring = np.zeros(8, NOTE)
         entries.join(cache.address, self.ring.ctypes.data, len(self.ring))
         self.prefixes: list[Prefix] = []
@@ -124,7 +124,7 @@ class Machine:
         self.device = SimulatedDevice(random)
         self.device.changes_access = True
         self.device.inner.memory_info = lambda: (1 << 20, 1 << 20)  # type: ignore[method-assign]
-        self.pool = Pool(self.device.inner, random.choice([12, 40, 90]))
+        self.pool = Pool(self.device.inner, random.choice([12, 40, 90]), poison=random.random() < 0.2)
         self.pool.mapper = NoMapper()
         self.caches = [self.new_cache() for _ in range(random.choice([1, 1, 2]))]
         self.guests = [Guest(cache) for cache in self.caches]
@@ -210,15 +210,19 @@ class Machine:
         self.check()
         self.device.run(self.random.randrange(40))
 
-    def held_frames(self) -> Counter[int]:
-        """References of guests."""
+    def held(self) -> Counter[int]:
+        """How often frames are held."""
         held: Counter[int] = Counter()
         for guest in self.guests:
             held += guest.held()
         return held
 
+    def staging(self) -> list[range]:
+        """Addresses where frames are mapped that lie on no row."""
+        return [range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)]
+
     def check(self) -> None:
-        held = self.held_frames()
+        held = self.held()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.set_limit(self.pool.word("budget"))
         check(self.pool, self.caches, held)
@@ -235,8 +239,8 @@ class Machine:
                     for page in range(int(e["first"]), int(e["mapped"])):
                         number = table_entry(cache, part, row, page) - 1
                         mapped[base + page * self.pool.driver.page_size] = int(self.pool.frames[number]["handle"])
-        staging = range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)
-        really = {place: handle for place, handle in self.device.mapped.items() if place not in staging}
+        places = self.device.mapped.items()
+        really = {place: handle for place, handle in places if not any(place in each for each in self.staging())}
         if not any(cache.rows["broken"].any() for cache in self.caches):
             assert mapped == really
 
@@ -271,13 +275,13 @@ class Machine:
         """Queues that no byte of another key is in what is mapped behind a new sequence of a cache that scrubs."""
         if not cache.state[0]["key_of_sequence"]:
             return
-        row = model.sequence.row
+        row, value = model.sequence.row, 0 if cache.state[0]["overread"] else int(self.pool.state[0]["poison"])
         for part, g in enumerate(cache.ranges):
             e, size = cache.extents[row * len(cache.ranges) + part], self.pool.driver.page_size
             base = int(g["address"]) + row * int(g["row_pages"]) * size
             first, end = base + int(e["first"]) * size, base + int(e["ready"]) * size
             if first < end:
-                model.home.submit(self.compare(first, 0, end - first, "behind a new sequence"))
+                model.home.submit(self.compare(first, value, end - first, "behind a new sequence"))
 
     def do_extend(self, index: int) -> None:
         if model := self.pick(index):
@@ -424,10 +428,13 @@ class Machine:
     # ------------------------------------------------------------------ the guest
 
     def do_commit(self, index: int) -> None:
-        model, cache, guest = self.pick(index), self.caches[index], self.guests[index]
-        if not model or model.start or not model.tokens:
-            return
-        tokens, size = self.random.randint(1, len(model.tokens)), self.pool.driver.page_size
+        model = self.pick(index)
+        if model and model.tokens and not model.start:
+            self.commit(index, model, self.random.randint(1, len(model.tokens)))
+
+    def commit(self, index: int, model: Model, tokens: int) -> None:
+        """Has the guest hold the first tokens of a sequence."""
+        cache, guest, size = self.caches[index], self.guests[index], self.pool.driver.page_size
         out, frames, covered = array("q", bytes(8 * 100)), [], tokens
         for part, g in enumerate(cache.ranges):
             count = entries.hold(cache.address, model.sequence.ticket, part, 0, tokens, out.buffer_info()[0], 100)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from random import Random
 
+import numpy as np
 import torch
+from core_rows import new_cache, new_pool, token_at
 from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.core import entries
 from vmmkv.core.cache import Cache
 from vmmkv.core.pool import Ask, Pool
+from vmmkv.core.tables import NOTE
 
 
 class NoMapper:
@@ -54,3 +58,60 @@ def test_pages_that_are_mapped_ahead_stay_until_they_are_filled() -> None:
     cache.pool.trim()
     device.finish()
     assert cache.pool.word("created") == cache.pool.word("used")
+
+
+def bytes_of(cache: Cache, row: int, first: int, end: int) -> bytes:
+    """What lies where tokens of a row are, or have been, in all ranges."""
+    places = [(*token_at(cache, row, part, first),) for part in range(len(cache.ranges))]
+    return b"".join(ctypes.string_at(place, record * (end - first)) for place, record in places)
+
+
+def test_a_pool_with_poison_fills_what_is_taken_truncated_released_and_freed() -> None:
+    pool = Pool(new_pool().driver, 200, poison=True)
+    cache = new_cache(pool, large=False)
+    sequence = cache.sequence(50)
+    row = sequence.row
+    assert set(bytes_of(cache, row, 0, 50)) == {0xFF}
+
+    def write(value: int) -> None:
+        for part in range(len(cache.ranges)):
+            place, record = token_at(cache, row, part, 0)
+            ctypes.memset(place, value, record * sequence.length)
+
+    write(7)
+    sequence.truncate(31)
+    assert set(bytes_of(cache, row, 0, 31)) == {7}
+    assert set(bytes_of(cache, row, 31, 50)) == {0xFF}
+    sequence.extend(19)
+    assert set(bytes_of(cache, row, 31, 50)) == {0xFF}
+    write(8)
+    fork = sequence.fork()
+    sequence.truncate(1)  # full pages are the fork's, too
+    assert set(bytes_of(cache, fork.row, 0, 50)) == {8}
+    cache.part(fork.ticket, 0)
+    fork.release_before(20)
+    assert set(bytes_of(cache, fork.row, 0, 20)) == {0xFF}
+    assert set(bytes_of(cache, fork.row, 20, 50)) == {8}
+    other = fork.row
+    fork.free()
+    assert set(bytes_of(cache, other, 20, 50)) == {0xFF}
+
+
+def test_poison_leaves_alone_what_kernels_or_guests_may_read() -> None:
+    pool = Pool(new_pool().driver, 200, poison=True)
+    overread, known = new_cache(pool, overread=9), new_cache(pool)
+    ring = np.zeros(8, NOTE)
+    entries.join(known.address, ring.ctypes.data, len(ring))
+    for cache in (overread, known):
+        sequence = cache.sequence(50)
+        row = sequence.row
+        if cache is overread:
+            assert 0xFF not in bytes_of(cache, row, 0, 59)
+            sequence.truncate(3)
+            assert 0xFF not in bytes_of(cache, row, 0, 59)
+        for part in range(len(cache.ranges)):
+            place, record = token_at(cache, row, part, 0)
+            ctypes.memset(place, 7, record * sequence.length)
+        length = sequence.length
+        sequence.free()
+        assert set(bytes_of(cache, row, 0, length)) == {7}

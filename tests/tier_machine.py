@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from array import array
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 import pytest
-from core_machine import Machine, Model, follow
+from core_machine import Machine, Model, Prefix, follow
 from simulated_device import SimulatedDevice
 
-from vmmkv.core.cache import Cache
+from vmmkv.core import entries
+from vmmkv.core.pool import Ask
 from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError
 from vmmkv.tier import slots
+from vmmkv.tier.copying import copies
 from vmmkv.tier.host_tier import HostTier
+from vmmkv.tier.prefixes import WINDOW
 
 
 class HostChunk(slots.Chunk):
@@ -23,6 +29,15 @@ class HostChunk(slots.Chunk):
         super().__init__(pages, page_size, is_pinned)
         SimulatedDevice.host[self.address] = self.memory.nbytes
         weakref.finalize(self.memory, SimulatedDevice.host.pop, self.address)
+
+
+@dataclass
+class Kept:
+    """A stored prefix: bytes of its tokens, and its priority and last use."""
+
+    tokens: list[int]
+    key: int
+    rank: tuple[int, int]
 
 
 @pytest.fixture
@@ -35,23 +50,119 @@ def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 class TierMachine(Machine):
     """Has a host tier for each cache. Suspended sequences are on lists of their own."""
 
+    often = *Machine.often, "do_suspend", "do_resume", "do_commit_longest", "do_store", "do_load", "do_trim"
+
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         super().__init__(random, faults=faults)
-        self.limits = [random.choice([0, 3, 20, 200]) for _ in self.caches]
+        self.limits = [random.choice([0, 3, 20, 200, 200]) for _ in self.caches]
         size = self.pool.driver.page_size
-        self.tiers = [HostTier(cache, limit * size) for cache, limit in zip(self.caches, self.limits)]
+        self.tiers = [HostTier(cache, limit * size, 1) for cache, limit in zip(self.caches, self.limits)]
         self.away: list[list[Model]] = [[] for _ in self.caches]
+        self.stored: list[dict[int, Kept]] = [{} for _ in self.caches]
+        self.uses = 0
+        finish = self.pool.evict[: len(self.tiers)]
+        self.pool.evict[:] = [*finish, *(self.evictor(index) for index in range(len(self.caches)))]
+
+    def evictor(self, index: int) -> Callable[[int], int]:
+        """What evicts prefixes of a guest, and stores some of them."""
+
+        def evict(pages: int) -> int:
+            guest, given = self.guests[index], 0
+            while guest.prefixes and given < pages:
+                prefix = guest.prefixes[0]
+                if self.random.random() < 0.7:
+                    self.store(index, prefix)
+                given += guest.drop(prefix)
+            return given
+
+        return evict
+
+    def held(self) -> Counter[int]:
+        storing = [frames for tier in self.tiers for _, frames, _ in tier.prefixes.storing]
+        return super().held() + Counter(frame for frames in storing for frame in frames)
+
+    def staging(self) -> list[range]:
+        size = WINDOW * self.pool.driver.page_size
+        windows = [tier.prefixes._window for tier in self.tiers if tier.prefixes._shown]
+        return [*super().staging(), *(range(window, window + size) for window in windows)]
 
     def check(self) -> None:
         super().check()
-        for tier, models, limit in zip(self.tiers, self.away, self.limits):
+        for tier, models, limit, stored in zip(self.tiers, self.away, self.limits, self.stored):
+            while tier.gone:
+                gone = stored.pop(tier.gone.popleft())
+                assert all(gone.rank <= each.rank for each in stored.values() if each.rank[1] < self.uses)
+            assert stored.keys() == tier.prefixes.stored.keys()
             assert tier.used <= tier.slots.made * tier.slots.page_size <= limit * tier.slots.page_size
-            kept = sum(run.pages for runs in tier.away.values() for run in runs)
-            leaving = sum(run.pages for _, runs in tier.slots._leaving for run in runs)
-            assert kept + leaving == tier.slots.taken
+            kept = self.suspended_pages(tier)
+            pages = sum(each.pages for each in tier.prefixes.stored.values())
+            assert kept + pages + tier.slots.leaving == tier.slots.taken
             assert len(tier.away) == len(models)
             for model in models:
                 assert (model.sequence.start, model.sequence.length) == (model.start, len(model.tokens))
+
+    def suspended_pages(self, tier: HostTier) -> int:
+        return sum(run.pages for taken in tier.away.values() for runs in taken for run in runs)
+
+    def store(self, index: int, prefix: Prefix) -> None:
+        frames, priority = [array("q", each) for each in prefix.frames], self.random.randrange(4)
+        self.uses += 1
+        handle = self.tiers[index].store(frames, len(prefix.tokens), priority)
+        if handle is not None:
+            assert priority
+            self.stored[index][handle] = Kept(prefix.tokens, prefix.key, (priority, self.uses))
+
+    def do_store(self, index: int) -> None:
+        guest = self.guests[index]
+        long = [prefix for prefix in guest.prefixes if prefix.tokens]
+        if long:
+            prefix = self.random.choice(long)
+            self.store(index, prefix)
+            if self.random.random() < 0.5:
+                guest.drop(prefix)
+
+    def do_commit_longest(self, index: int) -> None:
+        if models := [each for each in self.models[index] if each.tokens and not each.start]:
+            model = max(models, key=lambda each: len(each.tokens))
+            self.commit(index, model, len(model.tokens))
+
+    def do_load(self, index: int) -> None:
+        """A new sequence: some tokens are written, those behind come from the host."""
+        stored, cache, tier = self.stored[index], self.caches[index], self.tiers[index]
+        if not stored:
+            return
+        handle = self.random.choice([*stored])
+        kept = stored[handle]
+        stream = self.device.current = self.random.choice(self.device.streams[:3])
+        length = self.random.randint(0, len(kept.tokens))
+        first = self.random.randint(0, length)
+        sequence = cache.sequence(length, key=kept.key)
+        model = Model(sequence, stream, kept.key, self.byte(first))
+        self.write(model, 0)
+        if tier.load(handle, sequence.ticket, first, length - first):
+            self.uses += 1
+            kept.rank = kept.rank[0], self.uses
+            model.tokens += kept.tokens[first:]
+        else:
+            sequence.truncate(first)
+            assert handle in tier.gone
+        del model.tokens[length:]
+        self.models[index].append(model)
+
+    def do_load_shared(self, index: int) -> None:
+        """Tokens cannot be loaded onto pages that others have."""
+        model, stored, cache = self.pick(index), self.stored[index], self.caches[index]
+        if model and stored and cache.extents["shared"][model.sequence.row * len(cache.ranges)]:
+            handle = self.random.choice([*stored])
+            if min(len(stored[handle].tokens), len(model.tokens)) and not model.start:
+                with pytest.raises(ArgumentError):
+                    self.tiers[index].load(handle, model.sequence.ticket, 0, 1)
+
+    def do_drop(self, index: int) -> None:
+        if self.stored[index]:
+            handle = self.random.choice([*self.stored[index]])
+            self.tiers[index].drop(handle)
+            del self.stored[index][handle]
 
     def some_away(self, index: int) -> Model | None:
         return self.random.choice(self.away[index]) if self.away[index] else None
@@ -62,7 +173,7 @@ class TierMachine(Machine):
             tier, record_bytes = self.tiers[index], self.caches[index].records
             tokens, size = len(model.tokens) - model.start, self.pool.driver.page_size
             pages = sum(-(-tokens * record // size) for record in record_bytes)
-            kept = sum(run.pages for runs in tier.away.values() for run in runs)
+            kept = self.suspended_pages(tier)
             try:
                 tier.suspend(model.sequence)
             except OutOfHostMemoryError:
@@ -83,6 +194,21 @@ class TierMachine(Machine):
             self.read(model, stream)  # no stream has to be told to wait
             self.read(model, model.home)
             follow(model.home, stream)
+
+    def do_abandon_resume(self, index: int) -> None:
+        """An interruption in the middle of a resume: planned, and perhaps run, but not booked."""
+        if model := self.some_away(index):
+            tier, cache, ask, ticket = self.tiers[index], self.caches[index], Ask(), model.sequence.ticket
+            bounds = tier.bounds(model.start, len(model.tokens))
+            words = array("q", copies(tier.away[ticket], self.pool.driver.page_size, bounds))
+            at = model.sequence.cell.buffer_info()[0], words.buffer_info()[0], len(words) // 4
+            with self.pool.lock:
+                serial = entries.plan_resume(cache.address, *at, ask.address)
+                if serial > 1 and self.random.random() < 0.7:
+                    entries.run(self.pool.address, serial, 0)
+            if serial == 0:  # it has no tokens
+                self.away[index].remove(model)
+                self.models[index].append(model)
 
     def do_free_suspended(self, index: int) -> None:
         if model := self.some_away(index):
@@ -116,11 +242,12 @@ class TierMachine(Machine):
         """Runs so many steps, and gives all slots back."""
         for _ in range(steps):
             self.step()
-        for index, cache in enumerate(self.caches):
+        for index in range(len(self.caches)):
             for model in self.away[index]:
                 model.sequence.free()
             self.away[index].clear()
-            assert isinstance(cache, Cache)
+            for handle in self.stored[index]:
+                self.tiers[index].drop(handle)
         self.device.finish()
         for tier in self.tiers:
             assert tier.used == tier.slots.made == 0

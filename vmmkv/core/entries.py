@@ -13,6 +13,7 @@ from . import (
     reclaim,
     sharing,
     starting,
+    storing,
     streams,
     suspending,
 )
@@ -40,6 +41,8 @@ ENTRIES = [
     copying.copy_rows,
     suspending.plan_suspend,
     suspending.plan_resume,
+    storing.copy_frames,
+    storing.plan_load,
     reclaim.plan_limit,
     reclaim.plan_trim,
     reclaim.plan_retired,
@@ -53,12 +56,13 @@ ENTRIES = [
     guests.join,
     guests.notes,
     guests.hold,
+    guests.hold_again,
     guests.drop,
     guests.pin,
 ]
 MODULES = (
     "tables streams rows frames journal booking reclaim accounts growth starting sharing parting copying suspending "
-    "ahead guests"
+    "ahead guests poisoning storing"
 )
 SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")] + [
     f"driver/{name}.py" for name in ("table", "running", "fencing")

@@ -86,6 +86,19 @@ def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, 
 
 
 @entry
+def hold_again(cache: int, frames_at: int, count: int) -> int:
+    """References frames once more. Returns `DONE`, or `NO_TOKEN` where one of them is not held."""
+    c, frames = view(cache, 1, CACHE)[0], view(frames_at, count, np.int64)
+    p = view(c.pool, 1, POOL)[0]
+    for index in range(count):
+        if not 0 <= frames[index] < p.fresh or view(p.frames_at, p.capacity, FRAME)[frames[index]].held < 1:
+            return NO_TOKEN
+    for index in range(count):
+        reference(cache, frames[index], 1)
+    return DONE
+
+
+@entry
 def drop(cache: int, frames_at: int, count: int) -> int:
     """Ends references to frames."""
     frames = view(frames_at, count, np.int64)

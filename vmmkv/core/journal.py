@@ -91,13 +91,20 @@ def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
 
 
 @inner
+def poison_of(cache: int) -> int:
+    """The byte that memory without tokens is filled with: NaN for debugging, unless kernels may read behind lengths."""
+    c = view(cache, 1, CACHE)[0]
+    return 0 if c.overread else view(c.pool, 1, POOL)[0].poison
+
+
+@inner
 def must_fill(cache: int, row: int, frame: int) -> int:
-    """Whether a frame that a row takes may hold bytes of another key."""
+    """Whether a frame that a row takes may hold bytes of another key, or is to be poisoned."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
     f = view(p.frames_at, p.capacity, FRAME)[frame]
     key = view(c.rows_at, c.num_rows + LISTS, ROW)[row].key
-    return 1 if f.key != key and (f.key != FRESH_KEY or c.key_of_sequence) else 0
+    return 1 if (f.key != key and (f.key != FRESH_KEY or c.key_of_sequence)) or poison_of(cache) else 0
 
 
 @inner
@@ -136,7 +143,7 @@ def plan_fill(cache: int, row: int, part: int, page: int, end: int) -> None:
     """Plans to fill pages on the stream of the row's sequence. Earlier steps make them accessible."""
     p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
     s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, FILL, row, part, page, end - page, 0)]
-    s.other = p.poison
+    s.other = poison_of(cache)
     p.fills += 1
 
 

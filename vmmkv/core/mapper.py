@@ -100,5 +100,5 @@ class Mapper:
                 code = entries.commit(pool.address, code, ask.address)
                 self.changes += 1
                 if code == FAILED:
-                    self.error = pool.failure()
+                    self.error = pool.failure(ask)
         return code != FAILED and code != WAIT

@@ -144,7 +144,7 @@ def fence(cache: int, ticket: int, ask: int) -> int:
 @entry
 def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
     """Plans to put the staged copy in the place of the last frame below a row's `shared`. The caller has waited for the
-    row's fence. Returns a serial, `GONE`, or `CHANGED`: other rows share other pages of the row meanwhile,
+    row's fence. Returns a serial, `GONE`, `WAIT`, or `CHANGED`: other rows share other pages of the row meanwhile,
     or it is suspended."""
     c = view(cache, 1, CACHE)[0]
     p = view(c.pool, 1, POOL)[0]
@@ -162,6 +162,9 @@ def plan_swap(cache: int, ticket: int, part: int, ask: int) -> int:
         or p.staged_page != e.shared - pages
     ):
         return CHANGED
+    view(ask, 1, ASK)[0].slots = 0
+    if not is_idle(cache, row, ask):  # a guest's copy has begun since
+        return WAIT
     begin(c.pool)
     emit(c.pool, UNSTAGE, copy, p.staging, pages * p.page_size, 0)
     emit_row(cache, OUT, row, part, e.shared - pages, pages, copy)

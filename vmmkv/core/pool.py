@@ -94,7 +94,8 @@ class Pool:
     Args:
         driver: the memory system.
         pages: the budget.
-        poison: whether memory is filled with NaN where its tokens are gone, for debugging.
+        poison: whether memory is filled with NaN where its tokens are gone, for debugging: see
+            `vmmkv.core.poisoning`.
     """
 
     def __init__(self, driver: Driver, pages: int, *, poison: bool = False) -> None:
@@ -168,7 +169,7 @@ class Pool:
                     entries.run(self.address, code, 0)
                     code = entries.commit(self.address, code, ask.address)
                     if code == FAILED:
-                        error = self.failure()
+                        error = self.failure(ask)
             if code == NO_PAGES and self.take_leased_for(ask):
                 continue
             if code != WAIT and code != SHORT and code != FAILED:
@@ -176,10 +177,11 @@ class Pool:
             refusal = error or refusal
             try:
                 self._help(code, ask, error)
-            except OutOfPagesError:
-                if ask.words[FRUGAL] and refusal:
-                    raise refusal from None
-                raise
+            except OutOfPagesError as lack:
+                if not refusal:
+                    raise
+                words = f"{lack} The device has no memory for new pages: {refusal}"
+                raise OutOfPagesError(words, requested=lack.requested, available=lack.available) from refusal
             error = None
         if code in (NO_PAGES, CAPTURED, FULL, DEAD):
             raise self.error(code, ask)
@@ -206,12 +208,27 @@ class Pool:
                 raise out_of_pages(missing, 0)
         elif ask.words[FRUGAL] or not isinstance(error, DriverOutOfMemoryError):
             raise error or self.driver.error("record", int(ask.words[0]))
-        else:
+        elif not self._ask_neighbours(ask.words[ASKED]):
             ask.words[FRUGAL] = 1  # the driver has no memory for new frames: take surplus
 
-    def failure(self) -> DriverError:
-        """The error that ended the last journal."""
-        step, status = self.steps[int(self.state[0]["done"])], int(self.state[0]["status"])
+    def _ask_neighbours(self, pages: int) -> int:
+        """Has other pools of the same memory give up to so many free and surplus pages back to the driver. Returns how
+        many they gave."""
+        mine, given = self.driver, 0
+        for other in list(_pools):
+            theirs = other.driver
+            is_same = theirs.device == mine.device and theirs.table["create"] == mine.table["create"]
+            if other is not self and is_same and given < pages:
+                with suppress(VmmkvError):  # it is in the middle of a change of this thread, or dead
+                    given += other.trim_to(other.word("created") - (pages - given))
+        return given
+
+    def failure(self, ask: Ask) -> DriverError:
+        """The error that ended the last journal. The pages that were not created go to `ask`."""
+        state = self.state[0]
+        done, status = int(state["done"]), int(state["status"])
+        step, left = self.steps[done], self.steps[done : int(state["calls"])]
+        ask.words[ASKED] = int(left["nbytes"][left["kind"] == CREATE].sum()) // self.driver.page_size
         detail = f"{step['nbytes']} bytes on {self.driver.device}" if step["kind"] == CREATE else ""
         return self.driver.error(NAMES[int(step["kind"])], status, detail)  # type: ignore[return-value]
 

@@ -9,7 +9,8 @@ from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
 from ..driver.table import DRIVER
 from .booking import settle
-from .journal import begin, close, plan_unmap
+from .journal import begin, close, plan_unmap, poison_of
+from .poisoning import poison
 from .reclaim import is_idle
 from .rows import (
     available,
@@ -266,8 +267,7 @@ def kept(cache: int, row: int, last: int) -> int:
     tokens = c.max_tokens
     for part in range(c.ranges):
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        size = view(c.pool, 1, POOL)[0].page_size
-        record = view(c.ranges_at, c.ranges, RANGE)[part].record
+        size, record = view(c.pool, 1, POOL)[0].page_size, view(c.ranges_at, c.ranges, RANGE)[part].record
         tokens = min(tokens, e.ready * size // record - c.overread if e.first == 0 else 0)
     return max(min(tokens, r.left), 0)
 
@@ -323,7 +323,7 @@ def disown(cache: int, row: int) -> None:
     c.live -= 1
     r.ended += 1
     let_slots(p.driver, r.streams)
-    r.last, r.left = r.owner, r.length if r.start == 0 else 0
+    r.last, r.left = r.owner, r.length if r.start == 0 and (c.guest or not poison_of(cache)) else 0
     r.owner = r.length = r.start = r.streams = r.stream = r.expected = r.suspended = r.away = r.away_start = 0
     p.clock += 1
     unlink_old(cache, row)
@@ -366,6 +366,7 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
             if slots:
                 rows[row].slots |= rows[row].streams | (1 << slot if handle else 0)
                 rows[row].tick = a.tick
+            poison(cache, row, rows[row].start, 0 if c.guest else rows[row].length, ask)
             disown(cache, row)
     return DONE
 
@@ -388,9 +389,12 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
         e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
         end = pages_for(cache, part, length + c.overread) if length else 0
         gives_up |= (page_of(cache, part, start) > e.use_first) | (end < e.use_end)
-    if gives_up:
+    if gives_up or poison_of(cache):
         code = fence_row(cache, row, ask)
-        if code != DONE:
+        if code == DONE:
+            poison(cache, row, length, r.length, ask)
+            poison(cache, row, r.start, start, ask)
+        elif gives_up:
             return code
     if length < r.length:
         note(cache, CUT, row, r.owner, length)

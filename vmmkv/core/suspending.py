@@ -132,7 +132,7 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
         return DONE
     if r.suspended == LOST and not is_idle(cache, row, ask):
         return WAIT
-    code = order_own(cache, row, ask)
+    code = order_own(cache, row, 0, 0, ask)
     if code != DONE:
         return code
     begin(c.pool)
@@ -155,8 +155,9 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
 
 
 @inner
-def order_own(cache: int, row: int, ask: int) -> int:
-    """Makes a row's own stream wait for the row's fence. Returns `DONE`, `FULL`, `CAPTURED` or `FAILED`."""
+def order_own(cache: int, row: int, slots: int, tick: int, ask: int) -> int:
+    """Makes a row's own stream wait for the row's fence, and another fence. Returns `DONE`, `FULL`, `CAPTURED` or
+    `FAILED`."""
     c, status = view(cache, 1, CACHE)[0], 0
     driver, r = view(c.pool, 1, POOL)[0].driver, view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if r.stream == 0:
@@ -167,7 +168,7 @@ def order_own(cache: int, row: int, ask: int) -> int:
         return FAILED
     slot = hold_slot(driver, r.stream, 0, ask)
     if slot >= 0:
-        status = order_slots(driver, r.slots, r.tick, slot)
+        status = order_slots(driver, r.slots | slots, max(r.tick, tick), slot)
     leave(driver, ask)
     view(ask, SCRATCH, np.int64)[STATUS] = status
     return slot if slot < 0 else FAILED if status else DONE

@@ -1,20 +1,32 @@
-"""The host tier of a cache: live sequences that are suspended.
+"""The host tier of a cache: tokens of suspended sequences, and of prefixes that a tree stores, in host memory.
 
-A sequence's tokens move between its row and slots of pinned host memory, in large copies: a row is contiguous. Copies
-to the host go on a stream of the tier's own, behind all work on the sequence; copies back on the sequence's own stream,
-which the current stream waits for. A suspended sequence keeps its row, and so its addresses.
+Tokens move between rows and slots of pinned host memory in large copies: a row is contiguous. Copies to the host go on
+a stream of the tier's own, behind all work on the row. Copies back go on the sequence's own stream, which the current
+stream waits for.
 
-The core knows which rows are suspended (`vmmkv.core.suspending`). The tier has the slots by ticket. Slots whose
-sequence was resumed or has ended are given back by the next call.
+The core knows which rows are suspended (`vmmkv.core.suspending`); the tier has their slots by ticket. The next call of
+the tier gives back slots of sequences that were resumed or have ended. Prefixes make way for sequences, and for
+prefixes of the same or a higher priority, the least recently used of the lowest priority first.
+
+For a tree of prefixes (`vmmkv.tier.prefixes`):
+
+    store        copies full frames to the host, and returns a handle, or None. The tier holds the frames until they are
+                 copied: the caller may drop its own references at once.
+    load         copies stored tokens to a live sequence, in the order of its stream. False: they are gone
+    drop         forgets a handle
+    gone         handles that have made way; the tree empties the queue
+    used         bytes of host memory
+    make_way     has prefixes make way
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager, suppress
 from sys import is_finalizing
 from typing import Any
 
@@ -25,7 +37,9 @@ from ..core.sequence import Sequence, suspended
 from ..core.tables import BROKEN, CHANGED, DONE, RING, ROW_BITS, ROW_MASK
 from ..driver.driver import handle_of
 from ..driver.fence import Fence
-from ..errors import ArgumentError, BusyError
+from ..errors import ArgumentError, BusyError, VmmkvError
+from .copying import copies
+from .prefixes import Prefixes
 from .slots import Run, Slots
 
 
@@ -33,20 +47,26 @@ class HostTier:
     """Host memory for the tokens of a cache.
 
     Args:
-        cache: whose sequences may be suspended.
+        cache: whose tokens it has.
         max_bytes: the most host memory that it takes.
+        lowest_priority: the lowest priority of prefixes that are stored; None stores none.
     """
 
-    def __init__(self, cache: Cache, max_bytes: int) -> None:
+    def __init__(self, cache: Cache, max_bytes: int, lowest_priority: int | None = None) -> None:
         self.cache, self.pool, self.driver = cache, cache.pool, cache.pool.driver
         self.slots = Slots(self.driver.page_size, max_bytes, self.driver.device.type == "cuda")
         self.stream: Any = self.driver.new_stream()
         """The stream of copies to the host."""
         self.lock: Any = threading.RLock()
-        self.away: dict[int, list[Run]] = {}
-        """By ticket of a suspended sequence, its slots."""
+        self.away: dict[int, list[list[Run]]] = {}
+        """By ticket of a suspended sequence, its slots for each range."""
         self.coming: set[int] = set()
         """Tickets of sequences that are being resumed."""
+        self.prefixes = Prefixes(cache, self.slots, self.stream, lowest_priority)
+        self.gone = self.prefixes.gone
+        tier = weakref.ref(self)
+        self.evict = lambda pages: each.finish(pages) if (each := tier()) else 0
+        self.pool.evict.insert(0, self.evict)
 
     @property
     def used(self) -> int:
@@ -63,6 +83,8 @@ class HostTier:
         with self.lock:
             yield
 
+    # ------------------------------------------------------------------ sequences
+
     def suspend(self, sequence: Sequence) -> None:
         """Moves a sequence's tokens to the host. Its pages are surplus then.
 
@@ -72,6 +94,7 @@ class HostTier:
         """
         cache, ticket, ask = self.cache, sequence.ticket, Ask()
         cache.check_own((sequence,))
+        Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
         code = CHANGED
         while code in (CHANGED, BROKEN):
             if code == BROKEN:
@@ -82,8 +105,11 @@ class HostTier:
                 if ticket in self.away:
                     raise suspended()
                 start, length = int(cache.starts[row]), int(cache.lengths[row])
-                runs = self.away[ticket] = self.slots.take(self.pages_for(start, length))
-                words = array("q", self.copies(start, length, runs))
+                size = self.driver.page_size
+                counts = [-(-(length - start) * record // size) for record in cache.records]
+                self.prefixes.make_way(sum(counts))
+                runs = self.away[ticket] = self.slots.take(counts)
+                words = array("q", copies(runs, size, self.bounds(start, length)))
                 try:
                     code = self.pool.change(
                         ask, entries.plan_suspend, cache.address, ticket, start, length, words.buffer_info()[0],
@@ -112,7 +138,8 @@ class HostTier:
             runs = self.away[ticket]
             self.coming.add(ticket)
         try:
-            words = array("q", self.copies(int(cache.away_starts[row]), int(cache.aways[row]), runs))
+            bounds = self.bounds(int(cache.away_starts[row]), int(cache.aways[row]))
+            words = array("q", copies(runs, self.driver.page_size, bounds))
             arguments = sequence.cell.buffer_info()[0], words.buffer_info()[0], len(words) // 4
             code = self.pool.change(ask, entries.plan_resume, cache.address, *arguments)
         finally:
@@ -124,22 +151,9 @@ class HostTier:
         elif code != DONE:
             raise cache.error(code, ask)
 
-    def pages_for(self, start: int, length: int) -> int:
-        """Slots for the tokens from a start to a length."""
-        return sum(-(-(length - start) * record // self.driver.page_size) for record in self.cache.records)
-
-    def copies(self, start: int, length: int, runs: Iterable[Run]) -> Iterator[int]:
-        """Copies between a row and slots, four numbers each: see `vmmkv.core.suspending.plan_resume`."""
-        size, left = self.driver.page_size, deque(runs)
-        for part, record in enumerate(self.cache.records):
-            first, end = start * record, length * record
-            while first < end:
-                run = left.popleft()
-                nbytes = min(end - first, run.pages * size)
-                yield from (part, first, nbytes, run.address)
-                first += nbytes
-                if pages := -(-nbytes // size) - run.pages:
-                    left.appendleft(run._replace(pages=-pages, address=run.address + (run.pages + pages) * size))
+    def bounds(self, start: int, length: int) -> list[tuple[int, int, int]]:
+        """For each range, where slots begin in a row, and the bytes that are copied."""
+        return [(start * record, start * record, length * record) for record in self.cache.records]
 
     def sweep(self) -> None:
         """Gives back the slots of sequences that are not suspended any more. A row's fence covers all copies from it
@@ -151,3 +165,73 @@ class HostTier:
                 fence = Fence(self.driver, int(rows["slots"][row]), int(rows["tick"][row]))
                 self.slots.give(self.away.pop(ticket), fence)
         self.slots.collect()
+        self.prefixes.collect()
+
+    # ------------------------------------------------------------------ prefixes
+
+    def store(self, frames: Items[array[int]], tokens: int, priority: int) -> int | None:
+        """Copies a prefix to the host, asynchronously.
+
+        Args:
+            frames: for each range, the frames of its first pages, which a guest holds.
+            tokens: tokens that lie on them.
+
+        Returns:
+            Its handle; or None: the priority is too low, there is no room, the frames do not hold the tokens, or a
+            call has failed.
+        """
+        try:
+            with self.alone():
+                self.sweep()
+                return self.prefixes.store(frames, tokens, priority)
+        except VmmkvError:
+            return None
+
+    def load(self, handle: int, ticket: int, first: int, tokens: int) -> bool:
+        """Copies stored tokens, from the first on, to a live sequence that has room for them on pages of its own.
+
+        Returns:
+            False: they are not stored any more.
+
+        Raises:
+            UseAfterFreeError, SuspendedError, ValueError, StreamCaptureError: nothing was copied.
+            DriverError: some tokens may not have been copied.
+        """
+        with self.alone():
+            self.sweep()
+            return self.prefixes.load(handle, ticket, first, tokens)
+
+    def finish(self, pages: int) -> int:
+        """Waits for copies of prefixes until so many pages are not held for them any more. Returns how many. The pool
+        calls this when it lacks pages."""
+        with self.alone():
+            return self.prefixes.finish(pages)
+
+    def drop(self, handle: int) -> None:
+        """Forgets a prefix, if it is stored still."""
+        with self.alone():
+            self.prefixes.drop(handle)
+
+    def make_way(self, nbytes: int, priority: int | None = None) -> bool:
+        """Has prefixes make way, of a priority at most, or of any. Returns whether there is room for so many bytes."""
+        with self.alone():
+            self.sweep()
+            return self.prefixes.make_way(-(-nbytes // self.driver.page_size), priority)
+
+    # ------------------------------------------------------------------ the end
+
+    def __del__(self) -> None:
+        """Waits for copies, which may use the slots still. Where that fails, the slots stay."""
+        if is_finalizing() or "evict" not in vars(self):
+            return
+        with suppress(ValueError):
+            self.pool.evict.remove(self.evict)
+        try:
+            if self.slots.taken:
+                self.prefixes.close()
+        except VmmkvError:
+            _kept.append(self.slots)
+
+
+_kept: list[Slots] = []
+"""Slots of tiers that nothing holds, and that copies may use."""

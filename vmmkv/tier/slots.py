@@ -58,37 +58,50 @@ class Slots:
         """Chunks with free pages."""
         self._leaving: list[tuple[Fence, list[Run]]] = []
 
-    def take(self, pages: int) -> list[Run]:
-        """Takes pages, in as few runs as there are. Waits for copies from or to pages that were given back, if there
-        are no others.
+    @property
+    def left(self) -> int:
+        """Pages that can be taken."""
+        return self.limit - self.taken
+
+    @property
+    def leaving(self) -> int:
+        """Pages that were given back, and that a copy still uses."""
+        return sum(run.pages for _, runs in self._leaving for run in runs)
+
+    def take(self, counts: list[int]) -> list[list[Run]]:
+        """Takes so many pages for each range, in as few runs as there are. Waits for copies from or to pages that were
+        given back, if there are no others.
 
         Raises:
             OutOfHostMemoryError: the budget, or the host, has no room for them.
             DriverError: a copy could not be waited for.
         """
+        wanted = sum(counts)
         self.collect()
-        while self._leaving and self.limit - self.taken < pages:
+        while self._leaving and self.left < wanted:
             self._leaving[0][0].wait()
             self.collect()
-        if self.limit - self.taken < pages:
+        if self.left < wanted:
             raise OutOfHostMemoryError(
-                f"asked for {pages} pages of host memory; {self.limit - self.taken} of {self.limit} are left. Resume "
-                "or free other sequences, or allow more host memory"
+                f"asked for {wanted} pages of host memory; {self.left} of {self.limit} are left. Resume or free other "
+                "sequences, or allow more host memory"
             )
-        runs: list[Run] = []
+        taken: list[list[Run]] = [[] for _ in counts]
         try:
-            while (left := pages - sum(run.pages for run in runs)) > 0:
-                if not self._partial or (left >= CHUNK <= self.limit - self.made):
-                    self._make()
-                runs.append(self._take(left))
+            for count, runs in zip(counts, taken):
+                while count:
+                    if not self._partial or (count >= CHUNK <= self.limit - self.made):
+                        self._make()
+                    runs.append(self._take(count))
+                    count -= runs[-1].pages
         except BaseException:
-            self.give(runs, Fence())
+            self.give(taken, Fence())
             raise
-        return runs
+        return taken
 
-    def give(self, runs: list[Run], fence: Fence) -> None:
+    def give(self, taken: list[list[Run]], fence: Fence) -> None:
         """Gives pages back, which copies use until a fence has passed."""
-        if runs:
+        if runs := [run for runs in taken for run in runs]:
             self._leaving.append((fence, runs))
         self.collect()
 

@@ -1,0 +1,127 @@
+"""Copies of a guest's frames to host memory, and from there to a live sequence.
+
+A guest holds the frames while they are copied, so that no row writes to them. They are copied from a row where they
+lie; the row's fence covers the copy.
+"""
+
+import numpy as np
+
+from ..compiled import entry, inner
+from ..compiled.native import call, view
+from ..driver.running import enter, leave
+from ..driver.table import DRIVER, SCRATCH, STATUS
+from .booking import settle
+from .journal import begin, close, emit_row
+from .rows import address_of, frame_at, page_of, row_of
+from .streams import fence_stream
+from .suspending import order_behind, order_own
+from .tables import (
+    ASK,
+    CACHE,
+    COPY,
+    DONE,
+    EXTENT,
+    FAILED,
+    FRAME,
+    GONE,
+    LISTS,
+    NO_TOKEN,
+    PART,
+    POOL,
+    ROW,
+    STEP,
+    SUSPENDED,
+)
+
+
+@inner
+def has(cache: int, row: int, part: int, page: int, frame: int) -> int:
+    """Whether a row has a frame on a page, where it can be read."""
+    c = view(cache, 1, CACHE)[0]
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    if r.busy or r.broken or not e.first <= page < e.ready:
+        return 0
+    return 1 if frame_at(cache, part, row, page) == frame else 0
+
+
+@inner
+def row_with(cache: int, part: int, page: int, frame: int, last: int) -> int:
+    """A row that has a frame on a page, or -1: the only one, or the row `last`."""
+    c = view(cache, 1, CACHE)[0]
+    f = view(view(c.pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
+    if f.refs == 1 and has(cache, f.place, part, page, frame):
+        return f.place
+    return last if last >= 0 and has(cache, last, part, page, frame) else -1
+
+
+@entry
+def copy_frames(cache: int, part: int, frames_at: int, hosts_at: int, pages: int, handle: int, ask: int) -> int:
+    """Queues copies of the frames on the first pages of a range, on a stream behind all work on the rows where they
+    lie. The words at `frames_at` are the frame of each page, those at `hosts_at` its address in host memory: 0 where a
+    copy was queued. The other frames lie in no row that is known.
+
+    Returns `DONE`, or `FULL`, `CAPTURED` or `FAILED`; then copies may be under way.
+    """
+    c, a, row, page = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], -1, pages - 1
+    p, frames, hosts = view(c.pool, 1, POOL)[0], view(frames_at, pages, np.int64), view(hosts_at, pages, np.int64)
+    while page >= 0:
+        row, first = row_with(cache, part, page, frames[page], row), page
+        if row >= 0:
+            while (
+                first > 0
+                and hosts[first - 1] == hosts[first] - p.page_size
+                and has(cache, row, part, first - 1, frames[first - 1])
+            ):
+                first -= 1
+            if enter(p.driver, ask):
+                return FAILED
+            status, code = 0, order_behind(cache, row, handle, ask)
+            if code == DONE:
+                copy, nbytes = view(p.driver, 1, DRIVER)[0].copy, (page + 1 - first) * p.page_size
+                status = call(copy, (hosts[first], address_of(cache, row, part, first), nbytes, handle))
+            leave(p.driver, ask)
+            if code != DONE:
+                return code
+            fence_stream(cache, row, handle, ask)
+            if status:
+                view(ask, SCRATCH, np.int64)[STATUS] = status
+                return FAILED
+            for each in range(first, page + 1):
+                hosts[each] = 0
+        page = first - 1
+    a.slots = 0
+    return DONE
+
+
+@entry
+def plan_load(
+    cache: int, ticket: int, first: int, end: int, copies_at: int, copies: int, slots: int, tick: int, ask: int
+) -> int:
+    """Plans to copy tokens from `first` to `end` to a sequence that has room for them, on its own stream and behind a
+    fence. The copies are as in `vmmkv.core.suspending.plan_resume`.
+
+    Returns a serial, or `GONE`, `SUSPENDED`, `NO_TOKEN`, `PART` where the pages are shared, `FULL`, `CAPTURED` or
+    `FAILED`.
+    """
+    c, row, words = view(cache, 1, CACHE)[0], row_of(cache, ticket), view(copies_at, (copies, 4), np.int64)
+    settle(c.pool, ask)
+    if row < 0:
+        return GONE
+    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.suspended:
+        return SUSPENDED
+    if not r.start <= first < end <= r.length:
+        return NO_TOKEN
+    for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        if page_of(cache, part, first) < max(e.shared, e.readonly):
+            return PART
+    code = order_own(cache, row, slots, tick, ask)
+    if code != DONE:
+        return code
+    begin(c.pool)
+    for index in range(copies):
+        s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, words[index, 0], 0, 0, 0)]
+        s.address, s.nbytes, s.other = s.address + words[index, 1], words[index, 2], words[index, 3]
+    return close(c.pool)
