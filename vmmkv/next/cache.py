@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from hashlib import blake2b
-from os import urandom
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -24,12 +23,16 @@ from ..core.reordering import reorder
 from ..driver.driver import Driver, fork_error, open_driver
 from ..driver.fence import Fence
 from ..errors import ArgumentError, BusyError, OutOfRowsError, UnsupportedError, VmmkvError
-from ..events.naming import Name, name_of
+from ..events.naming import Name
 from ..layout import KVLayout, shown
 from ..memory import debugging
-from ..memory.budget import budget_pages, pages_within
+from ..memory.budget import budget_pages, pages_within, parse_bytes
+from ..prefix.names import tenant_key
+from ..prefix.prefixes import Prefixes
+from ..prefix.retention import Retention
 from ..stats import CacheStats, MappedRange
 from ..tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
+from ..tier.host_tier import HostTier
 from . import snapshot
 from .arguments import (
     batch_of,
@@ -37,6 +40,7 @@ from .arguments import (
     check_length,
     check_shape,
     check_tokens,
+    ids_of,
     indices_of,
     not_negative,
     one_of,
@@ -45,14 +49,13 @@ from .arguments import (
 )
 from .pool import FramePool, check_pool_alone
 from .scales import SequenceScales
-from .sequence import Sequence, closed_cache
+from .sequence import Sequence, check_reusable, closed_cache
 from .transferring import NO_IDS, receive
 
 Ints = npt.NDArray[np.int64]
 
 LOOKAHEAD_PAGES = 4
 """Pages of tokens mapped ahead by default, on a GPU."""
-_salt = urandom(16)
 
 
 class KVCache(Cache):
@@ -89,6 +92,8 @@ class KVCache(Cache):
         large_frames: put prompts, and sequences that are expected to be long, on pieces of 16 pages, which the driver
             makes and maps as fast as one page. Set it to False with sliding windows (`release_before`), where pages in
             front could not be given back one by one. Never used with `max_tokens`, which is exact to the page.
+        host_bytes: host memory, pinned where there is a GPU, for suspended sequences: bytes, `"20GiB"`, or a share of
+            the host's memory. Host memory is allocated on demand.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or, with `int32_strides`, strides beyond 32
@@ -103,6 +108,10 @@ class KVCache(Cache):
     kind = Sequence
     pool: FramePool
     """The physical memory that it lies on."""
+    prefixes: Prefixes | None = None
+    """The cached prefixes, once a sequence was started with `token_ids`."""
+    host_tier: HostTier | None = None
+    """Host memory for suspended sequences, if the cache has any."""
     scales: SequenceScales | None = None
     """Those of whole sequences, if the layout has them."""
 
@@ -123,6 +132,7 @@ class KVCache(Cache):
         lookahead: int | None = None,
         overread: int = 0,
         large_frames: bool = True,
+        host_bytes: float | str = 0,
     ) -> None:
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
@@ -150,6 +160,7 @@ class KVCache(Cache):
         )
         self.is_open = True
         self.account_name = pool.name(self)
+        self.host_tier = HostTier(self, _host_bytes(host_bytes)) if host_bytes else None
         self._export()
 
     def _export(self) -> None:
@@ -200,11 +211,17 @@ class KVCache(Cache):
         self,
         tokens: int = 0,
         *,
+        token_ids: npt.ArrayLike | None = None,
+        salt: Name = None,
+        adapter: Name = None,
+        reuse: bool = True,
+        whole: bool = True,
         expected_tokens: int = 0,
         tenant: Name = None,
         row: int | None = None,
     ) -> Sequence:
-        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped if there is one.
+        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped if there is one; or a sequence of
+        given `token_ids`, which begins with cached K and V where earlier sequences have committed them.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
         `Sequence.record_stream`. Without tokens it takes no memory.
@@ -212,6 +229,16 @@ class KVCache(Cache):
         Args:
             tokens: initial length. The pages are available on return; a parked row of similar size is reused if there
                 is one.
+            token_ids: instead of `tokens`: the ids of the first tokens, `[tokens]` whole numbers below 2**63; None
+                looks nothing up, and then nothing can be committed. The first `Sequence.cached_tokens` of them hold K
+                and V already, from earlier calls of `Sequence.commit`. The last token is never among them: the pass
+                that computes it gives the next one.
+            salt: text, bytes, or a whole number of at most 128 bits; prefixes cached under one salt are never found
+                under another. `1` and `"1"` are two salts; `True` and `1.0` are refused.
+            adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does. The same types.
+            reuse: False neither uses cached prefixes nor adds to them.
+            whole: False: the sequence starts with only the `cached_tokens` found in the cache. Call `extend` before
+                each prefill chunk.
             expected_tokens: the total length that it will soon have, if tokens come in chunks: the parked row that fits
                 it best is chosen, and pages reserved for it are given to other sequences last. With a lookahead the
                 mapper maps them ahead, from idle memory; this call does not wait for that.
@@ -222,7 +249,9 @@ class KVCache(Cache):
 
         Raises:
             ArgumentError, ValueError: an argument has the wrong type, is negative, or conflicts with another.
-            StreamCaptureError: a CUDA graph is being captured, and pages have to be filled.
+            ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
+            UnsupportedError: `token_ids` with scales of whole sequences.
+            StreamCaptureError: a CUDA graph is being captured, and pages have to be filled or copied.
             OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -230,9 +259,59 @@ class KVCache(Cache):
         """
         if row is not None:
             row = row_number(row, self.max_sequences)
+        check_flags(reuse=reuse, whole=whole)
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
+        if token_ids is not None:
+            tokens = self._check_ids(ids_of(token_ids), tokens, row)
+            if reuse:
+                check_length(max(tokens, expected), self.max_seq_len)
+                return self._reusing(ids_of(token_ids), (salt, adapter, tenant), whole, expected)
+            tokens = tokens if whole else 0
+        elif not whole:
+            raise ArgumentError("got whole=False without token_ids; extend() a sequence that begins without tokens")
+        elif salt is not None or adapter is not None:
+            name, value = ("adapter", adapter) if salt is None else ("salt", salt)
+            raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is cached of these")
         check_length(max(tokens, expected), self.max_seq_len)
         return self._begun(self.start(tokens, expected=expected, key=tenant_key(tenant), row=row))
+
+    def _check_ids(self, ids: Ints, tokens: int, row: int | None) -> int:
+        """The number of these ids, if a sequence can begin with them."""
+        check_reusable(self.layout)
+        if tokens:
+            raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
+        if row is not None:
+            raise ArgumentError(f"got row={row} and token_ids, which may lie in another row; give one of them")
+        return len(ids)
+
+    def _reusing(self, ids: Ints, names: tuple[Name, Name, Name], whole: bool, expected: int) -> Sequence:
+        """Starts a sequence that begins with the cached tokens of these ids."""
+        if self.prefixes is None:
+            self.prefixes = Prefixes(self)
+        with self.pool.nvtx.hit:
+            found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
+        sequence = self._begun(found)
+        sequence.cached_tokens = cached
+        self.pool.prompt_tokens += len(ids)
+        self.pool.cached_tokens += cached
+        return sequence
+
+    def commit(self, sequence: Sequence, ids: Ints, retention: Iterable[Retention]) -> None:
+        """Publishes K and V of a sequence's first tokens: see `Sequence.commit`."""
+        check_reusable(self.layout)
+        if self.prefixes is None:
+            raise ArgumentError(f"{sequence!r} was started without token_ids, or not for reuse")
+        self.prefixes.commit(sequence, ids, retention)
+
+    def tier(self) -> HostTier:
+        """The host tier, which holds suspended sequences.
+
+        Raises:
+            ArgumentError: the cache was made without one.
+        """
+        if self.host_tier is None:
+            raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
+        return self.host_tier
 
     def _begun(self, sequence: Any) -> Sequence:
         """Notes where a sequence was started, with debugging."""
@@ -267,7 +346,8 @@ class KVCache(Cache):
             with self.pool.nvtx.fork:
                 for _ in range(count):
                     children.append(self._begun(self.share(parent, parent.length)))
-                    children[-1].key = parent.key  # type: ignore[attr-defined]
+                    if self.prefixes:
+                        self.prefixes.inherit(children[-1], parent)
                 if self.scales:
                     self.scales.copy({child.row: parent.row for child in children})
         except BaseException:
@@ -365,9 +445,8 @@ class KVCache(Cache):
             if self.scales:
                 self.scales.copy({each.row: batch[index].row for each, index in zip(batch, chosen)})
                 self._order(batch)
-        keys = [sequence.key for sequence in batch]  # type: ignore[attr-defined]
-        for sequence, index in zip(batch, chosen):
-            sequence.key = keys[index]  # type: ignore[attr-defined]
+        if self.prefixes:
+            self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
     def _order(self, batch: Iterable[Any]) -> None:
         """Has the streams of sequences wait for the current stream."""
@@ -686,19 +765,6 @@ class KVCache(Cache):
         return html.escape(repr(self))
 
 
-def tenant_key(tenant: Name) -> int:
-    """The key of a tenant's pages: 0 for None, else 61 bits of a digest that differs from process to process.
-
-    Raises:
-        ArgumentError: it is neither text, bytes, a whole number, nor None.
-    """
-    name = name_of("tenant", tenant)
-    if name is None:
-        return 0
-    kind, content = ("b", name) if isinstance(name, bytes) else (type(name).__name__, str(name).encode())
-    return 1 + (int.from_bytes(blake2b(kind.encode() + b":" + content, key=_salt, digest_size=8).digest()) >> 3)
-
-
 def _check_reserved(pool: FramePool | None, reserved: float | str) -> None:
     """Raises `ArgumentError` for a reservation without a pool."""
     if pool is None and reserved:
@@ -728,6 +794,11 @@ def _pool_on(
     pool = FramePool.on(memory, pages * memory.page_size)
     pool.is_shared = False
     return pool, None
+
+
+def _host_bytes(size: float | str) -> int:
+    """Bytes of host memory; a share is of all that the host has."""
+    return parse_bytes(size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _lookahead(asked: int | None, layout: KVLayout, pool: FramePool) -> int:

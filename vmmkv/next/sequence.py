@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -20,8 +22,9 @@ from ..errors import (
     VmmkvError,
 )
 from ..layout import KVLayout, as_index, shown
+from ..prefix.retention import Retention
 from ..tensors import check_dense
-from .arguments import check_tokens
+from .arguments import check_tokens, ids_of
 from .transferring import send
 
 if TYPE_CHECKING:
@@ -39,20 +42,18 @@ class Sequence(core.Sequence):
     what needs its tokens or its row.
     """
 
-    __slots__ = ("cached_tokens", "key", "origin")
+    __slots__ = ("cached_tokens", "origin")
 
     cache: KVCache
     """The cache that it belongs to."""
     cached_tokens: int
     """Tokens whose K and V were cached when it began."""
-    key: int
-    """The number of the salt, adapter and tenant under which its prefixes are cached; -1 without `token_ids`."""
     origin: str
     """With debugging: where it was started."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
-        self.cached_tokens, self.key, self.origin = 0, -1, ""
+        self.cached_tokens, self.origin = 0, ""
 
     @property
     def number(self) -> int:
@@ -63,6 +64,19 @@ class Sequence(core.Sequence):
     def index(self) -> int:
         """The row that it was given. After its end another sequence may have that row: see `row`."""
         return core.row_number(self.ticket)
+
+    @property
+    def row(self) -> int:
+        """Its index in the first dimension of `KVCache.kv`; constant for as long as it lives."""
+        row = self.record_index()
+        if self.cache.rows["suspended"][row]:
+            raise core.suspended()
+        return row
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its tokens are in host memory."""
+        return bool(self.cache.rows["suspended"][self.record_index()])
 
     @property
     def pool(self) -> object:
@@ -122,6 +136,63 @@ class Sequence(core.Sequence):
             UseAfterFreeError: the sequence or its cache is gone.
         """
         return self.cache.fork_many(self, 1)[0]
+
+    def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
+        """Publishes K and V of the first `len(token_ids)` tokens for reuse. The kernels that write them must have been
+        launched, on the sequence's stream or one given to `record_stream`.
+
+        Full pages can be reused until they are evicted, the tokens behind them as long as the row holds them.
+
+        Args:
+            token_ids: `[tokens]` whole numbers: the ids of all its tokens, from the first on, or of the first ones
+                only, whose K and V have been computed.
+            retention: how long they are kept once no sequence uses them. Without one, the least recently used are
+                evicted first.
+
+        Raises:
+            ArgumentError: it has fewer tokens than that, or was started without `token_ids` or with `reuse=False`; or
+                the cache has an event log, which cannot express these ids.
+            ValueError: other ids were committed for the same tokens, by itself or by one that it shares them with.
+            ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
+            UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
+                others would read other numbers.
+            RetentionError: ranges overlap, or are invalid.
+            StreamCaptureError: a CUDA graph is being captured.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
+        """
+        self.cache.commit(self, ids_of(token_ids), retention)
+
+    def suspend(self) -> None:
+        """Moves its tokens to host memory; its pages go to other sequences when needed. It keeps its row, and so its
+        addresses.
+        Until `resume` it may only be asked for its `length` and `start`, and freed.
+
+        The copy runs in the order of the current stream, behind all work on the sequence so far; the host does not
+        wait.
+
+        Raises:
+            ArgumentError: the cache was made without `host_bytes`.
+            OutOfHostMemoryError: `host_bytes` is too small, or the host has less memory left.
+            SuspendedError: it is suspended already.
+            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        with self.cache.pool.nvtx.suspend:
+            self.cache.tier().suspend(self)
+
+    def resume(self) -> None:
+        """Moves its tokens back, to the addresses that they had, in the order of the current stream; later work on the
+        stream that the sequence was made on waits for that. Does nothing if it is not suspended.
+
+        Raises:
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        if self.is_suspended:
+            with self.cache.pool.nvtx.resume:
+                self.cache.tier().resume(self)
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to other sequences once they are idle.

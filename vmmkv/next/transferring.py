@@ -48,7 +48,7 @@ def receive(
         peer.accept(first)
         with cache.pool.nvtx.receive:
             peer.receive(messages(sequence, first))
-        if sequence.key >= 0 and len(head.ids):
+        if cache.known(sequence)[0] is not None and len(head.ids):
             with suppress(DriverError):  # the sequence is there, and the sender knows; only others do not find it
                 sequence.commit(head.ids)
     except BaseException:

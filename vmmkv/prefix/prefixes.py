@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..events.naming import Name, name_of
 from . import entries
+from .names import tenant_key
 from .retention import Retention, words_of
 from .tables import (
     ADOPT,
@@ -101,7 +102,6 @@ class Prefixes:
     def __init__(self, cache: Cache, *, events: int = 0, clock: Callable[[], int] = monotonic_ns) -> None:
         self.cache, self.clock = cache, clock
         self.names: dict[tuple[Name, Name, Name], Key] = {(None, None, None): NO_NAMES}
-        self.tenants: dict[Name, int] = {None: 0}
         self.tickets, self.keys = (array("q", bytes(8 * cache.max_sequences)) for _ in range(2))
         """By row: the sequence that was started here last, and the number of its key."""
         self.state, self.events, self.event_ids = new_tree(cache, events)
@@ -121,8 +121,7 @@ class Prefixes:
         names = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
         found = self.names.get(names)
         if found is None:
-            owner = self.tenants.setdefault(names[2], len(self.tenants))
-            found = self.names.setdefault(names, Key(len(self.names), owner))
+            found = self.names.setdefault(names, Key(len(self.names), tenant_key(names[2])))
         return found
 
     # ------------------------------------------------------------------ sequences
@@ -201,10 +200,21 @@ class Prefixes:
     def fork(self, sequence: Sequence) -> Sequence:
         """Starts a sequence with the same tokens, of which the same are known."""
         fork = sequence.fork()
+        self.inherit(fork, sequence)
+        return fork
+
+    def inherit(self, fork: Sequence, sequence: Sequence) -> None:
+        """Makes known of a fork what is known of its parent."""
         entries.inherit(self.address, fork.ticket, sequence.ticket)
         row, source = fork.ticket & ROW_MASK, sequence.ticket & ROW_MASK
-        self.tickets[row], self.keys[row] = fork.ticket, self.keys[source]
-        return fork
+        self.tickets[row] = fork.ticket if self.tickets[source] == sequence.ticket else 0
+        self.keys[row] = self.keys[source]
+
+    def reordered(self, batch: Iterable[Sequence], sources: Iterable[Sequence]) -> None:
+        """Notes that sequences have come to hold the tokens of others: they have the keys of these."""
+        keys = [(self.tickets[each.row] == each.ticket, self.keys[each.row]) for each in sources]
+        for sequence, (is_known, key) in zip(batch, keys):
+            self.tickets[sequence.row], self.keys[sequence.row] = sequence.ticket if is_known else 0, key
 
     def commit(self, sequence: Sequence, ids: Any, retention: Iterable[Retention] = ()) -> int:
         """Makes the first tokens of a sequence known: K and V of these ids are there, or are being written by work on
