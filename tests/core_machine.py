@@ -210,8 +210,8 @@ class Machine:
         self.check()
         self.device.run(self.random.randrange(40))
 
-    def held(self) -> Counter[int]:
-        """How often frames are held."""
+    def held_frames(self) -> Counter[int]:
+        """References of guests."""
         held: Counter[int] = Counter()
         for guest in self.guests:
             held += guest.held()
@@ -222,7 +222,7 @@ class Machine:
         return [range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)]
 
     def check(self) -> None:
-        held = self.held()
+        held = self.held_frames()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.set_limit(self.pool.word("budget"))
         check(self.pool, self.caches, held)

@@ -48,7 +48,7 @@ def random() -> Random:
 def new(pages: int = 400, rows: int = 8, tokens: int = 200, layout: KVLayout = LAYOUT, **options: object) -> Prefixes:
     """A tree on a cache of its own."""
     pool = Pool(small_driver("cpu"), pages)
-    return Prefixes(Cache(pool, layout, rows, tokens, **{"large": False, **options}), events=1 << 16)  # type: ignore[arg-type]
+    return Prefixes(Cache(pool, layout.record_bytes, rows, tokens, **{"large": False, **options}), events=1 << 16)  # type: ignore[arg-type]
 
 
 def found(tree: Prefixes, ids: Ids, key: int = 0) -> int:
@@ -141,7 +141,7 @@ def test_ids_of_both_widths_are_equal_and_others_are_refused() -> None:
 def test_a_hit_and_the_rest_of_its_pages_are_one_change_and_a_chat_goes_on_without_any() -> None:
     driver = FaultyDriver(small_driver("cpu"))
     pool = Pool(driver.inner, 100)
-    cache = Cache(pool, LAYOUT, 8, 200, large=False)
+    cache = Cache(pool, LAYOUT.record_bytes, 8, 200, large=False)
     tree, plans = Prefixes(cache), []
     change = pool.change
     pool.change = lambda ask, plan, *words: plans.append(plan) or change(ask, plan, *words)  # type: ignore[assignment, func-returns-value]
@@ -161,7 +161,7 @@ def test_the_least_needed_goes_first() -> None:
     """By priority, then by last use, each behind all that follow it; a priority falls back when its time is over."""
     now = 0
     pool = Pool(small_driver("cpu"), 100)
-    tree = Prefixes(Cache(pool, LAYOUT, 8, 200, large=False), clock=lambda: now)
+    tree = Prefixes(Cache(pool, LAYOUT.record_bytes, 8, 200, large=False), clock=lambda: now)
     prompts = {name: [number] * 3 * PAGE for number, name in enumerate(("high", "short", "old", "new", "low"))}
     kept = {"high": [Retention(priority=80)], "short": [Retention(priority=90, seconds=1)],
             "low": [Retention(priority=10)]}  # fmt: skip

@@ -77,9 +77,9 @@ class TierMachine(Machine):
 
         return evict
 
-    def held(self) -> Counter[int]:
+    def held_frames(self) -> Counter[int]:
         storing = [frames for tier in self.tiers for _, frames, _ in tier.prefixes.storing]
-        return super().held() + Counter(frame for frames in storing for frame in frames)
+        return super().held_frames() + Counter(frame for frames in storing for frame in frames)
 
     def staging(self) -> list[range]:
         size = WINDOW * self.pool.driver.page_size

@@ -733,6 +733,8 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
+        if self.pool.word("pending"):  # an interruption has left it: the next plan books it
+            self.pool.limit_to(self.pool.limit_pages)
         check(self.pool, [other for other in self.pool.members if not other.is_closed])
 
     # ------------------------------------------------------------------ use and misuse

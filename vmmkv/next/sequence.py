@@ -348,6 +348,8 @@ class Sequence(core.Sequence):
 
     def __repr__(self) -> str:
         try:
+            if self.is_suspended:
+                return f"<vmmkv.Sequence {self.number}: suspended, {self.length - self.start} tokens on the host>"
             return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
         except VmmkvError:
             return f"<vmmkv.Sequence {self.number}: gone>"

@@ -158,7 +158,7 @@ class Prefixes:
         if sequence is None and action != NOTHING:
             sequence, cached = self._share(key, words, length, expected, found)
         if sequence is None:
-            sequence = self.cache.sequence(length, expected=expected, key=key.tenant)
+            sequence = self.cache.start(length, expected=expected, key=key.tenant)
         row = sequence.ticket & ROW_MASK
         self.tickets[row], self.keys[row] = sequence.ticket, key.number
         return sequence, cached
@@ -170,7 +170,7 @@ class Prefixes:
         copies, it begins with fewer tokens."""
         pool, out = self.cache.pool, found.buffer_info()[0]
         for over in (1, 0):
-            sequence = self.cache.sequence(key=key.tenant, avoid=found[ROW_AT])
+            sequence = self.cache.start(key=key.tenant, avoid=found[ROW_AT])
             ask, arguments = Ask(), (self.address, sequence.ticket, *words, length, expected, over, out)
             try:
                 code = pool.change(ask, entries.plan_hit, *arguments)
