@@ -192,6 +192,32 @@ def fences(result: Result) -> str:
     return markdown(("call", "takes"), rows)
 
 
+@table("core_gpu.json")
+def core(result: Result) -> str:
+    return books(result)
+
+
+@table("core_null_gpu.json")
+def core_null(result: Result) -> str:
+    return books(result)
+
+
+def books(result: Result) -> str:
+    """The books of the compiled core beside calls by hand and today's cache."""
+    names = [name for name in ("core", "by hand", "today") if any(name in case["sides"] for case in result["cases"])]
+    rows = [
+        (case["case"], *(among(case["sides"].get(name)) for name in names))
+        for case in result["cases"]
+        if "core" in case["sides"]
+    ]
+    return markdown(("µs", *names), rows)
+
+
+def among(took: Result | None) -> str:
+    """Microseconds, and where four of five lie."""
+    return f"{took['us']:,.1f} ({took['p10_us']:,.1f} to {took['p90_us']:,.1f})" if took else ""
+
+
 def ranged(row: Result, name: str) -> str:
     """Microseconds, and, but for older results, where four of five lie."""
     low, high = (row.get(f"{name}_{quantile}_us") for quantile in ("p10", "p90"))
