@@ -126,8 +126,8 @@ BENCHMARKS = {
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
     "fences": Benchmark(Kind.GPU, 0.1, "-m benchmarks.fences --json"),
-    "core": Benchmark(Kind.GPU, 1.2, "-m benchmarks.core --json"),
-    "core_null": Benchmark(Kind.GPU, 0.7, "-m benchmarks.core --device null --rounds 30 --json"),
+    "core": Benchmark(Kind.CHECKS, 1.2, "-m benchmarks.core --json"),
+    "core_null": Benchmark(Kind.CHECKS, 0.4, "-m benchmarks.core --device null --rounds 30 --json"),
     "mapper": Benchmark(
         Kind.GPU, 1.6, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
     ),

@@ -240,8 +240,8 @@ class GrowableTensor:
                 self._cache.close()
             finally:
                 self._whole = self._export() if self._cache.owners[0] else None
-            if self.owns_pool:
-                self.pool.end()
+        if self.owns_pool:
+            self.pool.end()
 
     def _alone(self, *, is_open: bool = True) -> Any:
         """The lock, for a call that changes the tensor."""
