@@ -1,4 +1,4 @@
-"""Python's own way to call C: machine code as built-in functions, which takes a tenth of the time of a ctypes call.
+"""Python's own way to call C: machine code as built-in functions. A call through ctypes takes longer than most entries.
 
 A built-in function gets an array of objects. A few instructions, made here for each function, turn these into words,
 call, and turn the result into an int; they raise what a callback of Python has raised meanwhile.
