@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, Self
@@ -735,7 +736,9 @@ class KVCache(Cache):
             self.sweep()
         if self.pool.word("pending"):  # an interruption has left it: the next plan books it
             self.pool.limit_to(self.pool.limit_pages)
-        check(self.pool, [other for other in self.pool.members if not other.is_closed])
+        with self.pool.lock:  # guests alone know how often they hold a frame
+            held = Counter(dict(enumerate(self.pool.frames["held"][: self.pool.word("fresh")].tolist())))
+            check(self.pool, [other for other in self.pool.members if not other.is_closed], held)
 
     # ------------------------------------------------------------------ use and misuse
 
