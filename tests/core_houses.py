@@ -37,9 +37,10 @@ class House:
 
     name = ""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: list[vmmkv.KVLayout]) -> None:
         self.driver = FaultyDriver(small_driver("cpu"))
         self.driver.changes_access = True
+        self.layouts = layouts
         self.caches: list[Any] = []
 
     def memory(self, index: int, row: int, part: int, first: int, end: int) -> Any:
@@ -50,7 +51,7 @@ class House:
         return np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8).reshape(end - first, record)
 
     def record(self, index: int, part: int) -> int:
-        return int(self.caches[index].layout.record_bytes[part])
+        return int(self.layouts[index].record_bytes[part])
 
     def address(self, index: int, row: int, part: int) -> int:
         raise NotImplementedError
@@ -62,7 +63,7 @@ class Old(House):
     name = "second house"
 
     def __init__(self, pages: int, layouts: list[vmmkv.KVLayout], options: list[dict[str, Any]]) -> None:
-        super().__init__()
+        super().__init__(layouts)
         self.pool = on_driver(self.driver, vmmkv.FramePool, max_bytes=pages * SIZE)
         for layout, each in zip(layouts, options):
             limit = each["limit"] * SIZE if each["limit"] else None
@@ -118,7 +119,7 @@ class New(House):
     name = "core"
 
     def __init__(self, pages: int, layouts: list[vmmkv.KVLayout], options: list[dict[str, Any]]) -> None:
-        super().__init__()
+        super().__init__(layouts)
         self.driver.inner.memory_info = lambda: (1 << 22, 1 << 22)  # type: ignore[method-assign]
         self.pool = Pool(self.driver.inner, pages)
         for layout, each in zip(layouts, options):

@@ -22,7 +22,7 @@ def test_pools_have_what_others_do_not_use(small_device: SmallDevice) -> None:  
             live.pop(random.randrange(len(live))).sequence.free()
         cache, tokens = random.choice(caches), random.choice([1, 4, 9, 20, 40])
         used = sum(each.pool.word("used") for each in caches)
-        needed = sum(-(-tokens * record // 4096) for record in cache.layout.record_bytes)
+        needed = sum(-(-tokens * record // 4096) for record in cache.records)
         try:
             row = Row(cache.sequence(tokens))
             row.write(random, 0)
