@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from conftest import small_driver
 from faulty import FaultyDriver
 
 import vmmkv
+from vmmkv.core import entries
 from vmmkv.core.cache import Cache
+from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.errors import DriverError, OutOfPagesError
@@ -150,3 +153,27 @@ def test_a_scrubbed_fork_does_not_see_what_its_parent_writes_later() -> None:
     parent.free()
     fork.extend(30)
     assert read(fork, 4) == {0}
+
+
+def test_a_frame_that_a_guest_drops_while_it_leaves_its_row_is_free() -> None:
+    held = array("q", bytes(80))
+
+    class Dropping(FaultyDriver):
+        """Has the guest drop its frames before the first unmapping."""
+
+        def _before_unmap(self, address: int, nbytes: int) -> None:
+            super()._before_unmap(address, nbytes)
+            entries.drop(cache.address, held.buffer_info()[0], len(held))
+            del held[:]
+
+    driver = Dropping(small_driver("cpu"))
+    cache = Cache(Pool(driver.inner, 10), LAYOUT.record_bytes, 5, 10_000, large=False)
+    first = cache.sequence(8)
+    del held[entries.hold(cache.address, first.ticket, 0, 0, 8, held.buffer_info()[0], 10) :]
+    assert len(held) == 2
+    row = first.row
+    first.free()
+    assert cache.sequence(0, row=row).length == 0
+    assert not held
+    check(cache.pool, [cache])
+    assert cache.pool.free_pages() == 2

@@ -149,8 +149,10 @@ def book_unmap(cache: int, part: int, row: int, page: int, pages: int) -> None:
         f.leaving -= 1
         f.uses += view(c.rows_at, c.num_rows + LISTS, ROW)[row].ended
         add_gain(cache, frame, 1)
-        if f.moving == GAINED and f.refs == 0:  # it may leave several rows in one journal
+        if f.refs == 0 and f.moving == GAINED:  # it may leave several rows in one journal
             settle_frame(c.pool, frame)
+        elif f.refs == 0 and f.held == 0 and f.moving == 0:  # a guest has dropped it meanwhile
+            push_free(c.pool, frame)
         page += f.pages
 
 
