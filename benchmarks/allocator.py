@@ -21,8 +21,8 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table
+from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import Driver, open_driver
-from vmmkv.memory.frames import LARGE
 
 from .geometry import memory_of
 
@@ -195,14 +195,14 @@ def batch_step(driver: Driver, crossing: int, rounds: int) -> dict[str, Any]:
             handles.append(raw.create(1))
         for index, handle in enumerate(handles):
             raw.map(base + index * stride, handle, 1)
-        for index in range(crossing):
             raw.set_access(base + index * stride, driver.page_size)
 
     def ours() -> float:
         sequences = [cache.sequence(TOKENS_PER_PAGE - 3 if index < crossing else 1) for index in range(BATCH)]
+        batch = cache.batch(sequences)
         for _ in range(3):  # warm, as in a decode loop
-            cache.extend(sequences, 1)
-        took = microseconds(cache.extend, sequences, 1)
+            batch.extend(1)
+        took = microseconds(batch.extend, 1)
         cache.free(sequences)
         cache.trim()
         return took

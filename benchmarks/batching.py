@@ -38,10 +38,10 @@ from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve import options
 from benchmarks.serve.workloads import Limits, Workload, make_workload
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
 Answers = dict[str, list[int]]

@@ -39,9 +39,9 @@ from benchmarks.processes import run_processes
 from benchmarks.serve import options
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv import KVCache
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
 Moment = float | torch.cuda.Event

@@ -246,20 +246,18 @@ def restless(bench: Bench, rounds: int) -> Row:
     alone, beside, rates = [], [], []
     options: Row = {**memory_of(driver), "lookahead": bench.lookahead, "large_frames": False}
     with KVCache(layout, count, tokens, max_bytes=pages * driver.page_size, **options) as cache:
-        mapper = cache.pool.mapper
-        assert mapper is not None
         for number in bench.rounds("launching beside a mapper that never rests", rounds):
             for busy in (False, True) if number % 2 == 0 else (True, False):
                 if not busy:
                     alone.append(launches_a_second(bench, work, lambda: False))
                     continue
-                before, began = mapper.pages, perf_counter()
+                before, began = pages_ahead(cache), perf_counter()
                 batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
                 end = before + pages // 20 * 19
-                while mapper.pages == before and perf_counter() < bench.deadline:  # until it is at work
+                while pages_ahead(cache) == before and perf_counter() < bench.deadline:  # until it is at work
                     sleep(1e-4)
-                beside.append(launches_a_second(bench, work, lambda end=end: mapper.pages >= end))
-                rates.append((mapper.pages - before) / (perf_counter() - began))
+                beside.append(launches_a_second(bench, work, lambda end=end: pages_ahead(cache) >= end))
+                rates.append((pages_ahead(cache) - before) / (perf_counter() - began))
                 cache.free(batch)
                 bench.wait()
                 cache.trim()
@@ -267,6 +265,11 @@ def restless(bench: Bench, rounds: int) -> Row:
         return {}
     speeds = {"alone_per_s": spread(alone), "beside_per_s": spread(beside), "pages_per_s": spread(rates)}
     return speeds | {"of_alone": median(one / other for one, other in zip(beside, alone))}
+
+
+def pages_ahead(cache: KVCache) -> int:
+    """Pages that the mapper has mapped so far."""
+    return cache.pool.word("mapped_ahead")
 
 
 def launches_a_second(bench: Bench, work: Callable[[], None], over: Callable[[], bool]) -> float:

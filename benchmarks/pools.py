@@ -31,10 +31,10 @@ from rich.progress import Progress
 
 from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
 from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.driver.driver import open_driver
-from vmmkv.memory.budget import parse_bytes
 
 from .engine.engine import Engine
 from .engine.model import MODELS, random_model

@@ -16,7 +16,6 @@ finds more. Beside a host tier it has the pages of both.
 
 from __future__ import annotations
 
-from collections import Counter
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
@@ -31,7 +30,7 @@ from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.events import EventLog, Removed, Stored
+from vmmkv.events import EventLog, Removed
 from vmmkv.workload import TraceError, read_trace
 
 Row = dict[str, Any]
@@ -99,7 +98,7 @@ def prompts_of(requests: list[Blocks]) -> list[Ids]:
 
 def replay(prompts: list[Ids], pages: int, host_pages: int) -> Row:
     """All prompts on a cache of so many pages, and one more for the token that is a prompt's own."""
-    log, blocks, cached = EventLog(PAGE_TOKENS), Counter[tuple[type, str]](), []
+    log, evicted, cached = EventLog(PAGE_TOKENS), 0, []
     with KVCache(
         LAYOUT,
         ROWS,
@@ -116,24 +115,11 @@ def replay(prompts: list[Ids], pages: int, host_pages: int) -> Row:
                 check_and_write(sequence, ids)
                 sequence.commit(ids)
                 cached.append(sequence.cached_tokens)
-            for event in log.events():
-                if isinstance(event, Stored):
-                    blocks[Stored, event.tier] += len(event.blocks.hashes)
-                elif isinstance(event, Removed):
-                    blocks[Removed, event.tier] += len(event.hashes)
+            evicted += sum(len(event.hashes) for event in log.events() if isinstance(event, Removed))
         cache.check()
         if cache.stats().events_dropped:
             raise AssertionError("events were dropped")
-    computed = sum(map(len, prompts)) - len(prompts) - sum(cached)
-    return {
-        "pages": pages,
-        "host_pages": host_pages,
-        "cached": cached,
-        "evicted": blocks[Removed, "device"],
-        "to_host": blocks[Stored, "host"],
-        # All that becomes known on the device was computed, or comes from there.
-        "from_host": blocks[Stored, "device"] - computed // PAGE_TOKENS,
-    }
+    return {"pages": pages, "host_pages": host_pages, "cached": cached, "evicted": evicted}
 
 
 def check_and_write(sequence: Sequence, ids: Ids) -> None:
@@ -200,7 +186,7 @@ def main(
 
 def hit_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns of a table, and a line for each budget."""
-    columns = "pages", "on the host", "found", "optimum", "ratio", "evicted", "to the host", "back"
+    columns = "pages", "on the host", "found", "optimum", "ratio", "evicted"
     return columns, [
         (
             "room for all" if row["pages"] > result["distinct_blocks"] else f"{row['pages']:,}",
@@ -208,7 +194,7 @@ def hit_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             f"{row['hit_rate']:.1%}",
             f"{row['optimal_hit_rate']:.1%}",
             f"{row['hit_rate'] / row['optimal_hit_rate']:.2f}" if row["optimal_hit_rate"] else "-",
-            *(f"{row[moved]:,}" for moved in ("evicted", "to_host", "from_host")),
+            f"{row['evicted']:,}",
         )
         for row in result["runs"]
     ]

@@ -2,63 +2,49 @@
 
     python -m benchmarks.prefix_tree [--pages 100000] [--tokens 8192] [--json]
 
-The tree holds conversations in turns that begin with one of a few system prompts. Prompts of the same length differ in
-how much of them is there. The dictionary is the usual way with block tables: each block of a page's tokens is looked up
-by a SHA-256 of its ids and of the block before. Both must find the same. All times are the host's; no memory is mapped.
+The tree holds conversations that begin with one of a few system prompts. Prompts of the same length differ in how much
+of them is cached. The dictionary is the usual way with block tables: each block of a page's tokens is looked up by a
+SHA-256 of its ids and of the block before. Both must find the same. Then new conversations: a commit, the next turn on
+the row of the last one, a hit beside it; and pages that are evicted. All times are the host's; the driver does nothing.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from hashlib import sha256
 from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 
 from benchmarks.environment import environment, print_result
+from vmmkv import FramePool, KVCache, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
-from vmmkv.reuse.node import Ids
-from vmmkv.reuse.tree import Match, PrefixTree
+from vmmkv.driver.host import NullDriver
+from vmmkv.prefix import entries
+from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes, ids_of
+
+from .geometry import LAYOUT
+from .prefixes import TURN
+from .sharing import calls_of, calls_since
+
+Ids = npt.NDArray[np.int64]
 
 PAGE_TOKENS = 16
 """As of a 2 MiB page and Llama-3.1-8B in bf16."""
 VOCABULARY = 128_256
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 8, 512, 1024
-KEY = "salt", "adapter"
 TYPICAL = "all but the last turn"
 BATCH = 1000
 """Pages evicted in a call."""
-
-
-class Prefixes:
-    """A prefix tree, and the numbers of at most so many pages, used as a server does.
-
-    Args:
-        pages: how many there are.
-        page_tokens: tokens of a page.
-    """
-
-    def __init__(self, pages: int, page_tokens: int) -> None:
-        self.tree = PrefixTree(page_tokens, [1])
-        self.free = list(range(pages))
-
-    def serve(self, ids: Ids) -> Match:
-        """Looks a prompt up and makes all of it known, as far as there are pages; returns what was there."""
-        found = self.tree.match(KEY, ids)
-        held = self.tree.lock(found.node, found.tokens)
-        missing = self.tree.geometry.pages(len(ids))[0] - len(found.pages[0])
-        if missing > len(self.free):
-            self.free += self.tree.evict(missing - len(self.free))[0]
-        pages = found.pages[0] + [self.free.pop() for _ in range(min(missing, len(self.free)))]
-        made = self.tree.insert(KEY, ids[: len(pages) * self.tree.geometry.page_size], [pages])
-        end = self.tree.lock(made.node)
-        self.tree.unlock(held)
-        self.tree.unlock(end)
-        return found
+ROWS = 8
+WARM_UP = 4 * ROWS
+"""Conversations until each new one takes the pages of another."""
 
 
 class BlockHashes:
@@ -96,43 +82,45 @@ def main(
     """Measure a prefix tree."""
     rng = np.random.default_rng(seed)
     with errors.status("filling the tree"):
-        prefixes, conversations = fill(pages, tokens, rng)
-    tree, hashes = prefixes.tree, BlockHashes()
+        cache, conversations = fill(pages, tokens, rng)
+    hashes = BlockHashes()
     for ids in conversations:
         hashes.insert(ids)
     result: dict[str, Any] = {
         "environment": environment(torch.device("cpu")),
-        "pages": tree.pages,
-        "nodes": tree.nodes,
-        "tree_tokens": tree.tokens,
+        "pages": len(hashes.blocks),
         "page_tokens": PAGE_TOKENS,
         "prompt_tokens": tokens,
     }
     with errors.status("matching"):
         result["matches"] = [
-            {"prompt": name} | measure(prompts, tree, hashes, repeats)
+            {"prompt": name} | measure(prompts, cache, hashes, repeats)
             for name, prompts in make_prompts(conversations, tokens, rng).items()
         ]
     with errors.status("changing"):
-        result["changes"] = changes(prefixes, conversations, rng)
+        result["changes"] = changes(cache, tokens, max(repeats // 10, 1), rng)
     if json_output:
         print_result(result)
     else:
         show(result)
 
 
-def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[Prefixes, list[Ids]]:
-    """A tree of so many pages, and the conversations in it."""
-    prefixes = Prefixes(2 * pages, PAGE_TOKENS)  # with room for what is added later
+def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[KVCache, list[Ids]]:
+    """A cache with so many cached pages, and the conversations in it."""
+    nbytes = (pages + ROWS * -(-2 * tokens // PAGE_TOKENS)) * NullDriver(0).page_size  # later ones evict the first
+    cache = KVCache(LAYOUT, ROWS, 2 * tokens, pool=FramePool.on(NullDriver(nbytes), nbytes), lookahead=0)
     systems = [draw(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     conversations: list[Ids] = []
-    while prefixes.tree.pages < pages:
+    cached = 0
+    while cached < pages:
         ids = np.concatenate([systems[len(conversations) % SYSTEM_PROMPTS], draw(rng, tokens - SYSTEM_TOKENS)])
-        for end in range(tokens % TURN_TOKENS + TURN_TOKENS, tokens + 1, TURN_TOKENS):
-            prefixes.serve(ids[:end])
+        sequence = cache.sequence(token_ids=ids)
+        sequence.commit(ids)
+        cached += (tokens - sequence.cached_tokens) // PAGE_TOKENS
+        sequence.free()
         conversations.append(ids)
-    prefixes.tree.check()
-    return prefixes, conversations
+    cache.check()
+    return cache, conversations
 
 
 def draw(rng: np.random.Generator, tokens: int) -> Ids:
@@ -148,20 +136,28 @@ def make_prompts(conversations: list[Ids], tokens: int, rng: np.random.Generator
     }
 
 
-def measure(prompts: list[Ids], tree: PrefixTree, hashes: BlockHashes, repeats: int) -> dict[str, Any]:
-    """Microseconds of a match, prompts taking turns; and of the same blocks in the dictionary, a tenth as often."""
-    found = [tree.match(KEY, ids) for ids in prompts]
-    blocks = [len(hashes.match(ids)) for ids in prompts]
-    if [len(each.pages[0]) for each in found] != blocks:
+def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: int) -> dict[str, Any]:
+    """Microseconds of a look-up, prompts taking turns; and of the same blocks in the dictionary, a tenth as often."""
+    prefixes = cache.prefixes
+    assert prefixes is not None
+    found = [look_up(prefixes, ids) for ids in prompts]
+    blocks = [min(PAGE_TOKENS * len(hashes.match(ids)), len(ids) - 1) // PAGE_TOKENS for ids in prompts]
+    if [tokens // PAGE_TOKENS for tokens in found] != blocks:
         raise AssertionError("the tree and the dictionary do not find the same")
-    times = clock(lambda ids: tree.match(KEY, ids), prompts, repeats)
-    us = spread(times)
+    us = spread(clock(lambda ids: look_up(prefixes, ids), prompts, repeats))
     return {
-        "found_tokens": found[0].tokens,
+        "found_tokens": found[0],
         "us": us,
-        "mb_per_s": found[0].tokens * found[0].node.ids.itemsize / us["median"],
+        "mb_per_s": found[0] * prompts[0].itemsize / us["median"],
         "hashes_us": spread(clock(hashes.match, prompts, max(repeats // 10, 1))),
     }
+
+
+def look_up(prefixes: Prefixes, ids: Ids) -> int:
+    """How many of the first tokens of a prompt are cached."""
+    found, (place, count, wide, _kept) = array("q", bytes(8 * WORDS)), ids_of(ids)
+    entries.look_up(prefixes.address, NO_NAMES.number, place, count - 1, wide, found.buffer_info()[0])
+    return found[TOKENS]
 
 
 def clock(function: Callable[[Ids], object], prompts: list[Ids], repeats: int) -> list[float]:
@@ -178,29 +174,46 @@ def spread(times: list[float]) -> dict[str, float]:
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
-def changes(prefixes: Prefixes, conversations: list[Ids], rng: np.random.Generator) -> dict[str, Any]:
-    """Microseconds of a turn that is added to each conversation, of lock and unlock, and of a page that is evicted."""
-    tree = prefixes.tree
-    longer = [np.concatenate([ids, draw(rng, TURN_TOKENS)]) for ids in conversations]
-    hold = clock(lambda ids: tree.unlock(tree.lock(tree.match(KEY, ids).node)), conversations, len(conversations))
-    serve = clock(prefixes.serve, longer, len(longer))
-    tree.check()
-    evict = []
-    while tree.pages:
-        start = perf_counter()
-        count = len(tree.evict(BATCH)[0])
-        evict.append((perf_counter() - start) * 1e6 / count)
-    return {
-        "turn_us": spread(serve),
-        "match_lock_unlock_us": spread(hold),
-        "evict_us_a_page": spread(evict),
-        "evicted_at_a_time": BATCH,
-    }
+def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Microseconds to commit a new conversation, of its next turn, of a hit beside that, and to evict a page."""
+    took: dict[str, list[float]] = {"commit_us": [], "next_turn_us": [], "hit_us": [], "evict_us_a_page": []}
+    begun: list[Sequence] = []
+    calls = 0
+
+    def start(ids: Ids) -> None:
+        begun.append(cache.sequence(token_ids=ids))
+
+    for number in range(WARM_UP + repeats):
+        ids = draw(rng, tokens + TURN)
+        sequence = cache.sequence(token_ids=ids[:tokens], expected_tokens=tokens + TURN)
+        sequence.extend(TURN)  # the pages of the next turn
+        sequence.truncate(tokens)
+        took["commit_us"] += clock(sequence.commit, [ids[:tokens]], 1)
+        sequence.free()
+        before = calls_of(cache)
+        took["next_turn_us"] += clock(start, [ids], 1)
+        calls += sum(calls_since(cache, before).values())
+        took["hit_us"] += clock(start, [ids], 1)
+        assert [each.cached_tokens for each in begun] == [tokens, tokens]
+        cache.free(begun)
+        begun.clear()
+        if number < WARM_UP:
+            calls = 0
+            for values in took.values():
+                values.clear()
+    cache.check()
+    assert cache.prefixes is not None
+    began = perf_counter()
+    while pages := cache.prefixes.evict(BATCH):
+        took["evict_us_a_page"].append((perf_counter() - began) * 1e6 / pages)
+        began = perf_counter()
+    found: dict[str, Any] = {name: spread(values) for name, values in took.items()}
+    return found | {"next_turn_calls": calls, "evicted_at_a_time": BATCH}
 
 
 def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns, and a line for each kind of prompt."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row["prompt"],
             f"{row['found_tokens']:,}",
@@ -215,7 +228,7 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 def show(result: dict[str, Any]) -> None:
     """Prints a line for each kind of prompt."""
-    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages, {result['nodes']:,} nodes"
+    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages"
     console.print(make_table(title, *table(result)))
     for name, row in result["changes"].items():
         if isinstance(row, dict):

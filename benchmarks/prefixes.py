@@ -2,15 +2,14 @@
 
     python -m benchmarks.prefixes [--device cuda] [--tokens 8192] [--rounds 50] [--json]
 
-A chat's next turn takes its own row again, which nobody has meanwhile; a hit beside a live sequence maps its frames
-once more, large ones, single pages, or large ones that single pages have moved to since they were hit before; without
-reuse pages are made, and all has to be computed. Token ids come as an array; what a list of them costs is said, too.
+A chat's next turn takes its own row again, which no sequence has had meanwhile. A hit beside a live sequence maps its
+frames once more: large ones, or single pages. Without reuse pages are made, and all has to be computed. Token ids come
+as an array; what a list of them costs is said, too. `ratio` is the host's time over that of its driver calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,8 +21,6 @@ from vmmkv import KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver.driver import Driver
-from vmmkv.memory.frames import LARGE
-from vmmkv.reuse.promoting import HOT
 
 from .allocator import microseconds, spread
 from .geometry import LAYOUT, memory_of, open_geometry
@@ -32,7 +29,7 @@ from .sharing import calls_of, calls_since
 Row = dict[str, Any]
 TURN = 8
 """Tokens that a chat's next turn, or a request, has behind what is known."""
-NEXT_TURN, HIT, MOVED = "a chat's next turn", "a hit beside a live sequence", "a hit on pages that have moved"
+NEXT_TURN, HIT = "a chat's next turn", "a hit beside a live sequence"
 
 
 def beginnings(driver: Driver, layout: KVLayout, tokens: int, large: bool, rounds: int) -> list[Row]:
@@ -56,41 +53,13 @@ def beginnings(driver: Driver, layout: KVLayout, tokens: int, large: bool, round
     return rows
 
 
-def moved(driver: Driver, layout: KVLayout, tokens: int, rounds: int) -> Row:
-    """What a hit takes on tokens that came in few pages at a time, once these have moved to large frames."""
-    pages = layout.pages(tokens + 2 * TURN, driver.page_size)
-    step = (LARGE - 1) * driver.page_size // layout.token_bytes
-    known = np.random.default_rng().integers(1 << 17, size=tokens + TURN)
-    with KVCache(
-        layout,
-        HOT + 2,
-        tokens + 2 * TURN,
-        max_bytes=(4 * pages + 64) * driver.page_size,
-        lookahead=1,
-        **memory_of(driver),
-    ) as cache:
-        holder = cache.sequence(token_ids=known[:0])
-        while holder.length < tokens:
-            holder.extend(min(step, tokens - holder.length))
-        holder.commit(known[:tokens])
-        hits = [cache.sequence(token_ids=known) for _ in range(HOT)]
-        large, deadline = tokens * layout.token_bytes // driver.page_size // LARGE, perf_counter() + 300
-        while cache.stats().promoted_pages < large * LARGE and perf_counter() < deadline:
-            sleep(1e-3)
-        live = cache.sequence(token_ids=known)  # on these
-        cache.free([holder, *hits])
-        row = start(cache, MOVED, known, True, rounds, trims=True)
-        live.free()
-    return row
-
-
 def start(
     cache: KVCache, what: str, ids: Any, large: bool, rounds: int, *, trims: bool = False, reuse: bool = True
 ) -> Row:
     """What it takes to start a sequence with these ids; a round before the others is not counted.
 
     Args:
-        trims: whether rows that nobody has are given up before.
+        trims: whether parked rows are given up before.
         reuse: see `KVCache.sequence`.
     """
     took, driver_us, cached = [], [], 0
@@ -111,8 +80,9 @@ def start(
         sequence.truncate(cached)
         sequence.free()
         cache.pool.driver.synchronize()
-    row = {"what": what, "large_frames": large, "tokens": len(ids), "cached_tokens": cached, "calls": calls}
-    return row | spread("start", took) | spread("driver", driver_us)
+    row: Row = {"what": what, "large_frames": large, "tokens": len(ids), "cached_tokens": cached, "calls": calls}
+    row |= spread("start", took) | spread("driver", driver_us)
+    return row | {"ratio": row["start_us"] / row["driver_us"] if row["driver_us"] else None}
 
 
 def main(
@@ -130,7 +100,6 @@ def main(
         for large in track((True, False), "Starting", console=errors, disable=not errors.is_terminal)
         for row in beginnings(driver, layout, tokens, large, rounds)
     ]
-    result["starts"].append(moved(driver, layout, tokens, rounds))
     if json_output:
         print_result(result)
     else:

@@ -20,10 +20,10 @@ import typer
 
 from benchmarks.environment import environment, print_result
 from vmmkv import FramePool
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.driver.host import NullDriver
-from vmmkv.memory.budget import parse_bytes
 
 from .engine.model import Config
 from .engine.reusing_blocks import ReusingPagedKV

@@ -17,6 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.progress import track
@@ -25,8 +26,8 @@ from benchmarks.environment import environment, print_result
 from vmmkv import SHARED_PAGE, KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table
+from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import Driver
-from vmmkv.memory.frames import LARGE
 
 from .allocator import in_turns, microseconds, raw_calls, spread
 from .geometry import LAYOUT, memory_of, open_geometry
@@ -113,9 +114,9 @@ def check(sequence: Sequence, content: torch.Tensor) -> None:
 def frames_of(cache: KVCache, owner: int) -> list[int]:
     """Of the frames that the page map says to be somebody's, how many pages each has."""
     owners = cache.page_map()
-    large = cache.pool.frames.is_large[: len(owners)]
-    single_pages, large_pages = (int(((owners == owner) & (large == each)).sum()) for each in (False, True))
-    return [LARGE] * (large_pages // LARGE) + [1] * single_pages
+    pages = cache.pool.frames["pages"][: cache.pool.word("fresh")]
+    sizes = pages[owners[np.cumsum(pages) - 1] == owner]
+    return sorted(sizes.tolist(), reverse=True)
 
 
 @contextmanager
@@ -136,17 +137,17 @@ def by_hand(
             address += pages * size
 
     def fork(made: list[Any]) -> None:
-        for row in rows if shared else ():
-            put(row, prompt, shared)
-        for row in rows if shared else ():
-            raw.set_access(row, split, False)
-        made += [raw.create(pages) for _ in rows for pages in own]
-        for index, row in enumerate(rows if own else ()):
-            put(row + split, made[index * len(own) :], own)
-        for row in rows if own else ():
-            raw.set_access(row + split, stride - split)
-        for row in rows if copied else ():
-            driver.copy(row + split, base + split, copied)
+        for row in rows:
+            if shared:
+                put(row, prompt, shared)
+                raw.set_access(row, split, False)
+            if own:
+                frames = [raw.create(pages) for pages in own]
+                made += frames
+                put(row + split, frames, own)
+                raw.set_access(row + split, stride - split)
+            if copied:
+                driver.copy(row + split, base + split, copied)
 
     def theirs() -> float:
         made: list[Any] = []

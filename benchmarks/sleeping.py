@@ -19,9 +19,9 @@ import torch
 import typer
 
 from benchmarks.environment import environment, print_result
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table
-from vmmkv.memory.budget import parse_bytes
 
 from .engine.model import MODELS
 from .serve.vllm_start import BLOCK, can_be_had, model_config, run_vllm

@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.comparisons import COLUMNS, lines
 from benchmarks.environment import environment, print_result
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.driver.driver import open_driver
-from vmmkv.memory.budget import parse_bytes
 
 from .engine.engine import Engine
 from .serve import options

@@ -194,7 +194,7 @@ def main(
     tokens = (tokens or (32_768 if on_gpu else 512)) // 16 * 16  # which fill pieces
     nbytes = tokens * layout.token_bytes
     budget = 2 * nbytes + (256 << 20)
-    with KVCache(layout, 2, tokens, max_bytes=budget, device=place, lookahead=0, host_bytes=2 * nbytes) as cache:
+    with KVCache(layout, 2, tokens, max_bytes=budget, device=place, lookahead=0, host_bytes=budget) as cache:
         ways: dict[str, Way] = {
             PLAIN: Plain(nbytes, place),
             SUSPENDED: Suspended(cache, tokens, takes_pages=False),

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
+from vmmkv.core import entries, mapper
+from vmmkv.core.pool import Ask, Pool
+from vmmkv.core.tables import RING
 from vmmkv.driver.host import NullDriver
-from vmmkv.space.mapper import Mapper
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
 """`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
@@ -21,11 +23,28 @@ FRAMES = ("single pages", "large frames", "large frames, and pages ahead")
 GPU."""
 
 
-class Rested(Mapper):
-    """A mapper that works only when it is called."""
+class Rested:
+    """A mapper without a thread: it works only when it is called."""
+
+    error = None
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.ask = pool, Ask()
 
     def ring(self) -> None:
         pass
+
+    def stop(self) -> None:
+        pass
+
+    def work(self) -> bool:
+        """Makes one change, as the mapper's thread does. Returns whether it has mapped pages."""
+        with self.pool.lock:
+            code = entries.plan_ahead(self.pool.address, mapper.FRAMES, self.ask.address)
+            if code <= RING:
+                return False
+            entries.run(self.pool.address, code, 1)
+            return bool(entries.commit(self.pool.address, code, self.ask.address) >= 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +112,7 @@ def make_allocator(
         pool.mapper = Rested(pool)
         # One row more than there could be pages for: what runs out is memory.
         rows = min(max_sequences, budget // pool.page_size // len(layout.record_bytes) + 1)
-        large = scheme not in ("per layer", FRAMES[0])  # who lays out a range per layer elsewhere has pages of one size
+        large = scheme not in ("per layer", FRAMES[0])  # elsewhere a range per layer has pages of one size
         ahead = -(-4 * pool.page_size // layout.token_bytes) if scheme == FRAMES[2] else 0
         return KVCache(layout, rows, max_seq_len, pool=pool, large_frames=large, lookahead=ahead)
     block_tokens = max_seq_len if scheme == "static" else int(scheme.removeprefix("block "))

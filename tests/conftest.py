@@ -215,7 +215,7 @@ def on_driver(driver: Any, make: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def open_drivers_with(patch: pytest.MonkeyPatch, opening: Callable[..., Any]) -> None:
     """Has caches, pools and tensors open their drivers by a function of a test's."""
-    for module in ("vmmkv.memory.pool", "vmmkv.cache"):
+    for module in ("vmmkv.pool", "vmmkv.cache"):
         patch.setattr(f"{module}.open_driver", opening)
 
 

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 from conftest import seed_alone
+from parity import reference_kernels
 from tiny_models import VOCABULARY
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
+from vmmkv.integrations import attention, compiled_group
 from vmmkv.integrations.transformers import VmmCache
 
 NEW = 16
@@ -73,6 +76,39 @@ def check_same_generation(
 
 def driver_calls(cache: VmmCache) -> int:
     return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
+
+
+@pytest.fixture(name="reference_kernels")
+def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host plain PyTorch stands in for kernels; what is compiled decodes, by one operation."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(attention, "decode", _decode)
+        monkeypatch.setattr(attention, "prefill", reference_kernels.prefill)
+
+
+@pytest.fixture(name="kernels_for_all")
+def _kernels_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VmmCache(compile=True)` takes it that there are kernels for any K and V: for tests in which nothing attends."""
+    monkeypatch.setattr(compiled_group, "kernels_take", lambda *_: True)
+
+
+@torch.library.custom_op("vmmkv_tests::decode", mutates_args=())
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    options = {"starts": starts, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
+    return reference_kernels.decode(q, k, v, seq_lens, **options)
+
+
+_decode.register_fake(lambda q, *_, **__: torch.empty_like(q))
 
 
 @contextmanager

@@ -10,24 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import vmmkv
 from vmmkv.driver import host
-from vmmkv.memory import monitor
 
 SOURCES = str(Path(vmmkv.__file__).parent)
-MONITOR = str(monitor.__file__)
-"""What is around each operation, in parts of which a signal handler may begin one of its own."""
 
 
 class Interruption(KeyboardInterrupt):
     """One of a test's own."""
-
-
-def interrupt() -> NoReturn:
-    """What Ctrl-C does."""
-    raise Interruption
 
 
 @functools.cache
@@ -38,13 +30,8 @@ def with_lines(path: str) -> frozenset[int]:
     return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
 
 
-def disturbed(
-    operation: Callable[[], object], line: int, action: Callable[[], object], sources: str = SOURCES
-) -> int | None:
-    """Runs an operation, and an action at the n-th line of vmmkv that it comes to, as a signal handler does.
-
-    Args:
-        sources: how the paths begin whose lines count.
+def interrupted(operation: Callable[[], object], line: int) -> int | None:
+    """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
 
     Returns:
         None; of an operation that is shorter, its lines.
@@ -55,7 +42,7 @@ def disturbed(
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
         path = frame.f_code.co_filename
-        if not path.startswith(sources):
+        if not path.startswith(SOURCES):
             return None
         if event == "call":
             entered[id(frame)] = set()
@@ -66,7 +53,7 @@ def disturbed(
             if not ends:
                 left -= 1
                 if left == 0:
-                    action()
+                    raise Interruption
         return trace
 
     host.check_mappings(1000)  # what else the process has is counted now and then: these lines come before
@@ -75,30 +62,15 @@ def disturbed(
     sys.settrace(trace)
     try:
         operation()
+    except Interruption:
+        pass
     finally:
         sys.settrace(before)
         gc.enable()
+    error = sys.exc_info()[1]  # Python takes it for handled still, where the interrupt came as an `except` ended
+    while error:
+        error.__traceback__, error = None, error.__context__  # whose frames hold what was interrupted
     return line - left if left > 0 else None
-
-
-def interrupted(operation: Callable[[], object], line: int, sources: str = SOURCES) -> int | None:
-    """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
-
-    Args:
-        sources: as for `disturbed`.
-
-    Returns:
-        None; of an operation that is shorter, its lines.
-    """
-
-    try:
-        return disturbed(operation, line, interrupt, sources)
-    except Interruption:
-        pass
-    left = sys.exc_info()[1]  # Python takes it for handled still, where the interrupt came as an `except` ended
-    while left:
-        left.__traceback__, left = None, left.__context__  # whose frames hold what was interrupted
-    return None
 
 
 def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from vmmkv.reuse.transfer import Head
+from vmmkv.transfer import Head
 
 
 class Loopback:
-    """As `vmmkv.reuse.transfer.Peer`. It is asked for all tokens, before anybody listens, and the last are received."""
+    """As `vmmkv.transfer.Peer`. It is asked for all tokens, before anybody listens, and the last are received."""
 
     letter: bytes
     sent: list[torch.Tensor]
@@ -44,6 +44,5 @@ class Loopback:
 def looped() -> Iterator[None]:
     """Has sequences go to this process, and come from it, meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vmmkv.sequence.Peer", Loopback)
-        patch.setattr("vmmkv.cache.Peer", Loopback)
+        patch.setattr("vmmkv.transferring.Peer", Loopback)
         yield

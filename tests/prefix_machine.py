@@ -126,10 +126,12 @@ class Tables:
             assert n["known_below"] == known
             assert is_root or n["known"] == (full > 0 or known > 0)
             assert is_root or n["told"] == (known > 0 or (full > 0 and clean))
-            assert children or full or rows or n["pins"]
+            assert children or full or rows or n["pins"] or n["host"]
             assert n["end"] == n["limit"] or full == 0
             assert n["end"] == n["limit"] or rows or n["pins"] or len(children) > 1
-            if not children and not live and not n["pins"]:
+            assert n["end"] == n["limit"] or n["host"] == 0
+            below = known or any(with_rows)
+            if not is_root and (full or rows) and not (below or live or n["pins"]):
                 in_order.add(node)
             for row in rows:
                 assert self.holders[row]["node"] == node
@@ -141,22 +143,30 @@ class Tables:
         assert all(keys[(place - 1) // 2] <= keys[place] for place in range(1, len(heap)))
         assert all(nodes[node]["place"] == place + 1 for place, node in enumerate(heap))
         assert t["held"] == sum(self.held().values())
+        assert t["pages"] == sum(int(self.prefixes.cache.pool.frames["pages"][frame]) for frame in self.held())
 
 
 class View:
     """What a router knows, from drained events alone."""
 
     def __init__(self) -> None:
+        self.position = 0
+        self.clear()
+
+    def clear(self) -> None:
         self.nodes: dict[int, tuple[int, int]] = {}
         self.children: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
         self.tokens: dict[int, dict[int, tuple[int, ...]]] = {}
         self.roots: dict[object, dict[int, tuple[int, ...]]] = {}
 
     def follow(self, prefixes: Prefixes) -> None:
-        events, lost = prefixes.drain()
-        assert not lost
-        for each in events:
-            if each.stored:
+        first, changes = prefixes.ring.drain()
+        assert first == self.position
+        self.position += len(changes)
+        for each in changes:
+            if each.kind == "cleared":
+                self.clear()
+            elif each.kind == "stored":
                 before = self.roots.setdefault(each.names, {}) if each.start == 0 else self.tokens[each.parent]
                 assert each.node not in self.tokens
                 self.tokens[each.node] = {}
@@ -166,6 +176,8 @@ class View:
                 assert not self.tokens.pop(each.node), "removed before what follows it"
                 owners = [*self.roots.values(), *self.tokens.values()]
                 assert sum(owner.pop(each.node, None) is not None for owner in owners) == 1
+        if changes:
+            self.follow(prefixes)
 
     def find(self, names: object, ids: Ids) -> int:
         """How many of the first tokens are there."""
@@ -189,7 +201,7 @@ class PrefixMachine(Machine):
         super().__init__(random, faults=faults)
         self.pool.evict.clear()
         self.now = 0
-        self.trees = [Prefixes(cache, events=1 << 14, clock=lambda: self.now) for cache in self.caches]
+        self.trees = [self.new_tree(cache) for cache in self.caches]
         self.views = [View() for _ in self.caches]
         self.names = [tree.key(salt=salt, tenant=tenant) for tree in self.trees[:1] for salt, tenant in
                       ((None, None), ("a", None), (None, 3))]  # fmt: skip
@@ -197,6 +209,9 @@ class PrefixMachine(Machine):
             assert self.names == [tree.key(), tree.key(salt="a"), tree.key(tenant=3)]
         self.ever: list[dict[Key, list[Ids]]] = [{key: [] for key in self.names} for _ in self.caches]
         self.queries = 0
+
+    def new_tree(self, cache: Cache) -> Prefixes:
+        return Prefixes(cache, events=1 << 14, clock=lambda: self.now)
 
     def new_cache(self) -> Cache:
         random = self.random

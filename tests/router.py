@@ -82,11 +82,6 @@ class StoredBlock(msgspec.Struct, tag_field="type", tag="stored_block", forbid_u
     cache_salt: str | None
 
 
-class Difference(msgspec.Struct, tag_field="type", tag="event_diff", forbid_unknown_fields=True):
-    old_value: int
-    new_value: int
-
-
 class CreatedData(msgspec.Struct, tag_field="type", tag="created", forbid_unknown_fields=True):
     num_blocks_per_cache_level: list[int]
 
@@ -101,15 +96,9 @@ class RemovedData(msgspec.Struct, tag_field="type", tag="removed", forbid_unknow
     block_hashes: list[int]
 
 
-class UpdatedData(msgspec.Struct, tag_field="type", tag="updated", forbid_unknown_fields=True):
-    block_hash: int
-    cache_level: Difference | None
-    priority: Difference | None
-
-
 class Dictionary(msgspec.Struct, forbid_unknown_fields=True):
     event_id: int
-    data: CreatedData | StoredData | RemovedData | UpdatedData
+    data: CreatedData | StoredData | RemovedData
     window_size: int
     hash_algo: str
     attention_dp_rank: int | None = None
@@ -119,18 +108,18 @@ Prefix = tuple[Any, ...]
 
 
 class Router:
-    """What a router knows of a worker: prefixes, by the hashes of their last blocks, and where they lie."""
+    """What a router knows of a worker: prefixes, by the hashes of their last blocks."""
 
     def __init__(self) -> None:
         self.prefixes: dict[int, Prefix] = {}
-        self.tiers: dict[int, set[str]] = {}
         self.next_id = 0
         self.has_missed = False  # so that it may be told of what it does not know
 
     @property
-    def known(self) -> dict[Prefix, set[str]]:
-        assert len(set(self.prefixes.values())) == len(self.prefixes)
-        return {self.prefixes[each]: tiers for each, tiers in self.tiers.items()}
+    def known(self) -> set[Prefix]:
+        known = set(self.prefixes.values())
+        assert len(known) == len(self.prefixes)
+        return known
 
     def hit(self, key: Prefix, ids: list[int], size: int) -> int:
         """How many of the ids lie in blocks that are known, from the first one on."""
@@ -139,8 +128,8 @@ class Router:
             tokens += size
         return tokens - size
 
-    def stored(self, hashes: list[int], parent: int | None, ids: list[int], tier: str, key: Prefix) -> None:
-        if parent is not None and parent not in self.tiers:
+    def stored(self, hashes: list[int], parent: int | None, ids: list[int], key: Prefix) -> None:
+        if parent is not None and parent not in self.prefixes:
             assert self.has_missed
             return  # as routers do: without the prefix it is no use
         size = len(ids) // len(hashes)
@@ -149,20 +138,16 @@ class Router:
         for i, block in enumerate(hashes):
             assert 0 <= block < 1 << 64
             prefix = (*prefix, *ids[i * size : (i + 1) * size])
-            assert self.prefixes.setdefault(block, prefix) == prefix
-            self.tiers.setdefault(block, set()).add(tier)
+            assert block not in self.prefixes, "stored twice"
+            self.prefixes[block] = prefix
 
-    def removed(self, hashes: list[int], tier: str | None) -> None:
+    def removed(self, hashes: list[int]) -> None:
         for block in hashes:
-            assert block in self.tiers or self.has_missed
-            if block in self.tiers:
-                self.tiers[block].discard(tier or next(iter(self.tiers[block])))
-                if not self.tiers[block]:
-                    del self.tiers[block], self.prefixes[block]
+            assert block in self.prefixes or self.has_missed
+            self.prefixes.pop(block, None)
 
     def cleared(self) -> None:
         self.has_missed = True
-        self.tiers.clear()
         self.prefixes.clear()
 
     def read_vllm(self, events: list[Event], arrays: bool) -> None:
@@ -173,14 +158,14 @@ class Router:
                     salt = event.extra_keys[0][0] if event.extra_keys else None
                     key = (salt, event.lora_name)
                     assert event.extra_keys is None or event.extra_keys[1:] == [None] * (len(event.block_hashes) - 1)
-                    self.stored(event.block_hashes, event.parent_block_hash, event.token_ids, event.medium, key)
+                    assert event.medium == "GPU"
+                    self.stored(event.block_hashes, event.parent_block_hash, event.token_ids, key)
                 case "BlockRemoved":
-                    self.removed(event.block_hashes, event.medium)
+                    self.removed(event.block_hashes)
                 case "AllBlocksCleared":
                     self.cleared()
 
     def read_tensorrt_llm(self, dictionaries: list[dict[str, Any]]) -> None:
-        tiers = ["GPU", "CPU"]
         for event in msgspec.convert(dictionaries, list[Dictionary]):
             assert event.event_id >= self.next_id
             if event.event_id > self.next_id:
@@ -191,10 +176,7 @@ class Router:
                     for block in blocks:
                         ids = [token.token_id for token in block.tokens]
                         key = (block.cache_salt, event.data.lora_name)
-                        self.stored([block.block_hash], parent, ids, tiers[block.cache_level], key)
+                        self.stored([block.block_hash], parent, ids, key)
                         parent = block.block_hash
                 case RemovedData(block_hashes=hashes):
-                    self.removed(hashes, None)
-                case UpdatedData(block_hash=block, cache_level=Difference() as level) if block in self.tiers:
-                    assert self.tiers[block] == {tiers[level.old_value]}
-                    self.tiers[block] = {tiers[level.new_value]}
+                    self.removed(hashes)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import mapper, tables
 from benchmarks.geometry import open_geometry
-from vmmkv.space.mapper import Mapper
+from vmmkv.core.mapper import Mapper
 
 APP = Typer()
 APP.command()(mapper.main)
@@ -61,7 +61,7 @@ def test_one_way_has_a_mapper(way: str) -> None:
     bench = mapper.Bench(*open_geometry("cpu"), lookahead=32, deadline=inf, missed=[])
     with mapper.growing(bench, way, sequences=8, steps=40) as (cache, _):
         if way == mapper.AHEAD:
-            with calls(Mapper, "wait") as until:
+            with calls(Mapper, "_change") as until:
                 until(lambda: cache.stats().pages_mapped["ahead"] > 0)
         else:
             assert cache.pool.mapper is None

@@ -35,7 +35,7 @@ def arithmetic(scheme: str, layout: vmmkv.KVLayout, lengths: list[int]) -> int:
     if scheme.startswith("block "):
         block = int(scheme.split()[1])
         return sum(-(-length // block) * block for length in lengths) * layout.token_bytes
-    name = {"static": "static", "per layer": "per_layer", "token-major": "vmmkv"}[scheme]
+    name = {"static": "static", "per layer": "per_layer", FRAMES[0]: "vmmkv"}[scheme]
     return int(allocated_bytes(name, layout, np.array(lengths, np.int64), MAX_SEQ_LEN).sum())
 
 
@@ -73,7 +73,7 @@ def replay_step_by_step(scheme: str, model: str, budget: int, requests: list[Req
     }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES[:-1], FRAMES[0]])
 @pytest.mark.parametrize("model", ["Llama-2-7B", "Llama-3.1-8B"])
 def test_the_allocators_do_what_arithmetic_says(scheme: str, model: str) -> None:
     rng = np.random.default_rng()
@@ -166,7 +166,7 @@ def test_fragmentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lies_under_rows_is_no_waste(tmp_path: Path) -> None:
-    """Large frames waste as little as single pages; what is mapped ahead is counted, and takes nothing from anybody."""
+    """Large frames waste little more than single pages; what is mapped ahead is counted, and others can have it."""
     trace = tmp_path / "trace.csv"
     rows = [(prompt, 30) for prompt in np.random.default_rng().integers(3000, 6000, 200)]
     trace.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{prompt},{output}\n" for prompt, output in rows))
@@ -174,7 +174,8 @@ def test_what_lies_under_rows_is_no_waste(tmp_path: Path) -> None:
     single, large, ahead = result["frames"]
     assert [single["scheme"], large["scheme"], ahead["scheme"]] == list(FRAMES)
     for row in (large, ahead):
-        assert (row["waste"], row["sequences"]) == (single["waste"], single["sequences"])
+        assert row["waste"] == pytest.approx(single["waste"], abs=0.02)
+        assert row["sequences"] == pytest.approx(single["sequences"], rel=0.02)
     assert single["waste"] <= single["waste_mapped"]
     assert large["waste"] <= large["waste_mapped"] <= ahead["waste_mapped"] < 1
     text = tables.TABLES["fragmentation-ahead"].write(result)

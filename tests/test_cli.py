@@ -178,19 +178,19 @@ def test_plan_of_models_that_share_a_card(tmp_path: Path):
     assert f"{together:,} sequences of each" in shown
 
 
-def test_plan_keeps_what_is_guaranteed(tmp_path: Path):
-    """Against a pool with these guarantees, which knows no sequences: bytes that each account may have."""
+def test_plan_keeps_what_is_reserved(tmp_path: Path):
+    """Against a pool with these reservations, which knows no sequences: bytes that each account may have."""
     large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
     models = "--model", str(large), "--model", str(small), "--memory", "1GiB", "--mean-tokens", "64"
     wanted = [random.randint(0, 250) << 21, random.randint(0, 250) << 21]  # whole pages
-    result = plan(*models, *(word for nbytes in wanted for word in ("--guaranteed", str(nbytes))))
+    result = plan(*models, *(word for nbytes in wanted for word in ("--reserved", str(nbytes))))
     pool = vmmkv.FramePool("1GiB", device="cpu")
     layout = vmmkv.KVLayout(1, 1, 64)
-    caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, guaranteed=nbytes) for nbytes in wanted]
-    for of, cache, account in zip(result["models"], caches, pool.accounts):
-        assert of["guaranteed_bytes"] == account.guaranteed * pool.page_size
-        assert of["pool"]["total_tokens"] == pool.accounts.allowed(account) * pool.page_size // of["token_bytes"]
-        assert of["guaranteed"]["total_tokens"] == of["guaranteed_bytes"] // of["token_bytes"]
+    caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, reserved=nbytes) for nbytes in wanted]
+    for of, cache, account in zip(result["models"], caches, pool.stats().accounts):
+        assert of["reserved_bytes"] == account.reserved_bytes
+        assert of["pool"]["total_tokens"] == cache.available_pages * pool.page_size // of["token_bytes"]
+        assert of["reserved"]["total_tokens"] == of["reserved_bytes"] // of["token_bytes"]
         assert cache.page_size == result["page_size"]
     count, costs = result["sequences_of_each"], [64 * of["token_bytes"] for of in result["models"]]
     assert sum(max(nbytes, count * cost) for nbytes, cost in zip(wanted, costs)) <= 1 << 30
@@ -198,13 +198,11 @@ def test_plan_keeps_what_is_guaranteed(tmp_path: Path):
     assert sum(max(nbytes, (count + 1) * (cost + begun)) for nbytes, cost in zip(wanted, costs)) > 1 << 30
 
 
-def test_plan_refuses_guarantees_that_do_not_fit(tmp_path: Path):
+def test_plan_refuses_reservations_that_do_not_fit(tmp_path: Path):
     path = str(write_config(tmp_path / "model"))
     models = "--model", path, "--model", path, "--memory", "1GiB"
-    assert isinstance(
-        invoke("plan", *models, "--guaranteed", "60%", "--guaranteed", "50%").exception, vmmkv.BudgetError
-    )
-    for args in ([*models, "--guaranteed", "10%"], ["--config", path, "--guaranteed", "10%"]):
+    assert isinstance(invoke("plan", *models, "--reserved", "60%", "--reserved", "50%").exception, vmmkv.BudgetError)
+    for args in ([*models, "--reserved", "10%"], ["--config", path, "--reserved", "10%"]):
         assert invoke("plan", *args).exit_code == 2
 
 

@@ -6,22 +6,15 @@ import gc
 import random
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import calls, on_driver, run_python, small_driver
+from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
-from random_machine import Machine
-from test_faults import OPERATIONS, POLICIES, World, survives
-from test_state_machine import CacheMachine
 from test_threads import Crew
 
 import vmmkv
-from vmmkv.space.mapper import Mapper
 from vmmkv.torch import GrowableTensor
 
 PAGE_TOKENS = 8
@@ -84,60 +77,12 @@ def test_what_a_sequence_has_left_is_nan() -> None:
         assert nan_tokens(whole) == 5 * PAGE_TOKENS
 
 
-def test_promises_of_zeros_are_kept() -> None:
-    for options in ({"scrub": True}, {"zero_tail": True}):
-        with make(**options) as cache:
-            for _ in range(2):
-                with cache.sequence(2 * PAGE_TOKENS) as sequence:
-                    sequence.extend(PAGE_TOKENS)
-                    assert not sequence.k(0).any()
-                    if "zero_tail" in options:
-                        assert not cache.kv(0)[0][sequence.row].any()
-                    sequence.k(0).fill_(1)
-
-
 def test_integers_are_left_alone() -> None:
     with make(torch.int8) as cache, cache.sequence(20) as sequence:
         sequence.k(0).fill_(7)
         sequence.truncate(1)
         sequence.extend(1)
         assert sequence.k(0)[0].eq(7).all()
-
-
-@pytest.mark.parametrize("zero_tail", [False, True])
-def test_the_page_behind_a_row_is_never_mapped(zero_tail: bool) -> None:
-    """To write behind a full row ends the process, although the next one is mapped."""
-    code = f"""
-        import torch, vmmkv
-        cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 2, 8, max_bytes="64KiB", device="cpu",
-            page_size=4096, zero_tail={zero_tail})
-        rows = [cache.sequence(8) for _ in range(2)]
-        first = min(rows, key=lambda sequence: sequence.row)
-        behind = torch.as_strided(first.k(0), (9, 1, 64), first.k(0).stride())
-        behind[:8] = 1
-        print("written", flush=True)
-        behind[8] = 1
-        print("and behind")
-    """
-    child = run_python(code, env={"VMMKV_DEBUG": "1", "NUMBA_ENABLE_CUDASIM": "1"})
-    assert (child.stdout, child.returncode) == ("written\n", -11), child.stderr
-    child = run_python(code, env={"VMMKV_DEBUG": "0", "NUMBA_ENABLE_CUDASIM": "1"})
-    assert child.stdout == "written\nand behind\n", child.stderr
-
-
-def test_wrong_books_are_found_by_the_operation_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make()
-    sequence = cache.sequence(9)
-    cache.pool.frames.free.append(cache._rows.pages(sequence.row)[0][0][0])
-    with pytest.raises(vmmkv.InvariantError, match=rf"free page is mapped.*\n  1 page taken by {re.escape(__file__)}:"):
-        sequence.truncate(1)
-    monkeypatch.delenv("VMMKV_DEBUG")
-    quiet = make()
-    sequence = quiet.sequence(9)
-    quiet.pool.frames.free.append(quiet._rows.pages(sequence.row)[0][0][0])
-    sequence.truncate(1)
-    with pytest.raises(vmmkv.InvariantError):
-        quiet.check()
 
 
 def test_new_rows_of_a_growable_tensor_are_nan() -> None:
@@ -151,14 +96,6 @@ def test_new_rows_of_a_growable_tensor_are_nan() -> None:
     assert nan_tokens(tensor.tensor) == 2 + 4
     assert tensor.tensor[2].eq(1).all()
     tensor.close()
-
-
-def test_growable_tensors_are_checked() -> None:
-    tensor = GrowableTensor((100, 1024), torch.float32, "cpu", max_bytes="64KiB", page_size=4096)
-    tensor.resize(3)
-    tensor.pool.frames.free.append(tensor.pool.frames.free[0] if tensor.pool.frames.free else 0)
-    with pytest.raises(vmmkv.InvariantError):
-        tensor.resize(4)
 
 
 def test_a_cache_that_is_closed_says_what_lives_and_who_started_it() -> None:
@@ -195,15 +132,6 @@ def test_a_leak_report_says_who_took_the_pages_and_what_is_on_the_host() -> None
     assert re.search(rf"sequence {grown.number}: {3 * PAGE_TOKENS} tokens, 3 pages, started at (.*)\n", text)
     assert re.search(r"  1 page taken by \S+:\d+ in test_a_leak_report", text)
     assert re.search(r"  2 pages taken by \S+:\d+ in grow < ", text)
-
-
-def test_pages_that_are_mapped_ahead_are_the_mappers() -> None:
-    cache = make(lookahead=2 * PAGE_TOKENS)
-    with calls(Mapper, "wait") as until:
-        sequence = cache.sequence(1)
-        until(lambda: "taken by the mapper" in "".join(cache._rows.held()))
-    sequence.free()
-    cache.close()
 
 
 def test_who_closes_nothing_is_told_too() -> None:
@@ -292,43 +220,11 @@ def test_nothing_else_changes() -> None:
     cache.close()
 
 
-def any_operations(zero_tail: bool) -> None:
-    machine = type("Machine", (CacheMachine,), {"zero_tail": zero_tail})
-    run_state_machine_as_test(machine, settings=settings(max_examples=6, stateful_step_count=25, deadline=None))
-
-
-def streams_that_run_late(policy: dict[str, bool]) -> None:
-    for _ in range(3):
-        Machine(random.Random(random.randrange(1 << 32)), **policy).run()
-
-
-def failed_calls() -> None:
-    for name in random.sample(list(OPERATIONS), 6):
-        for policy in POLICIES:
-            survives(World(policy, random.randrange(1 << 32)), name, "once", random.randrange(10))
-
-
-def threads() -> None:
+@pytest.mark.filterwarnings("ignore::vmmkv.LeakWarning")
+def test_threads_while_debugging() -> None:
     pool = vmmkv.FramePool("480KiB", device="cpu", page_size=4096)
     caches = [vmmkv.KVCache(layout(), 8, 120, pool=pool, lookahead=20 * index, scrub=index == 1) for index in range(3)]
     Crew(caches, 50).run(4)
-
-
-PROPERTIES = {
-    "any operations": partial(any_operations, zero_tail=False),
-    "any operations, with tails": partial(any_operations, zero_tail=True),
-    "streams that run late": partial(streams_that_run_late, {}),
-    "streams that run late, with tails": partial(streams_that_run_late, {"zero_tail": True}),
-    "failed calls": failed_calls,
-    "threads": threads,
-}
-
-
-@pytest.mark.filterwarnings("ignore::vmmkv.LeakWarning")
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_what_holds_holds_while_debugging(name: str) -> None:
-    """Some of other files' tests, each for a moment. `VMMKV_DEBUG=1 python -m pytest` runs all of all."""
-    PROPERTIES[name]()
 
 
 @pytest.mark.gpu

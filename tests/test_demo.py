@@ -192,13 +192,13 @@ def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_broken_invariant_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    grow = vmmkv.rows.rows.Rows.grow
+    extend = vmmkv.KVCache.extend
 
-    def leaky(rows, *args):
-        yield from grow(rows, *args)
-        rows.account.taken -= 1
+    def leaky(cache, *args):
+        extend(cache, *args)
+        cache.pool.accounts["used"][cache.account] -= 1
 
-    monkeypatch.setattr(vmmkv.rows.rows.Rows, "grow", leaky)
+    monkeypatch.setattr(vmmkv.KVCache, "extend", leaky)
     result = demo("--device", "cpu")
     assert result.exit_code == 1
     assert "An invariant broke" in result.output

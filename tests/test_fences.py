@@ -175,16 +175,6 @@ def test_available_pages_can_be_had_without_waiting(driver, make_cache) -> None:
     assert not any(event.waited for _, event in driver.events)
 
 
-def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    driver.stream = "first"
-    sequence = cache.sequence(5)
-    cache._rows.table.streams[sequence.row].add(driver["recorded"])
-    driver.stream = "last"
-    sequence.free()
-    assert {stream for stream, _ in driver.events} == {"first", "recorded", "last"}
-
-
 def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -> None:
     cache = make_cache(driver=driver)
     driver.stream = "side"
@@ -210,78 +200,6 @@ def test_a_sliding_window_uses_only_pages_whose_fence_has_passed(driver, make_ca
     driver.finish()
     sequence.extend(32)
     assert cache.stats().pages_created == 12
-    assert not any(event.waited for _, event in driver.events)
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("then", ["extend", "reclaim", "trim", "reuse"])
-def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then: str) -> None:
-    driver = ReadDriver()
-    cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
-    driver.stream = "first"
-    sequence, other = cache.sequence({"extend": 20, "reuse": 1}.get(then, 100)), cache.sequence(1)
-    cache._rows.table.streams[sequence.row].add(driver["recorded"])
-    driver.stream = "last"
-    driver.read("first", "recorded", "last")
-    if then == "extend":
-        sequence.extend(50)
-    elif then == "reclaim":
-        sequence.truncate(0)
-        other.extend(50)
-    elif then == "trim":
-        sequence.truncate(0)
-        cache.trim()
-    else:
-        sequence.free()
-        driver.stream = "another"
-        other = cache.sequence(50)
-    assert any(event.waited for _, event in driver.events[driver.events_before :])
-    cache.check()
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_nobody_else_takes_pages_from_a_row_that_may_be_read_to_its_end(make_cache, driver, device: str) -> None:
-    """Not even while nothing reads it: somebody might begin to."""
-    cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
-    kept, other = cache.sequence(100), cache.sequence(1)
-    kept.truncate(1)
-    driver.finish()
-    mapped = {address: page for address, page in driver.mapped.items() if address in driver.writable}
-    with pytest.raises(vmmkv.OutOfPagesError, match=r"asked for 9 more pages.*; 1 can be had"):
-        other.extend(52)
-    cache.trim()
-    assert mapped.items() <= driver.mapped.items()
-    assert cache.available_pages == 1
-    kept.truncate(0)
-    other.extend(52)
-    cache.check()
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_pages_that_failures_left_are_not_taken_from_readers_either(make_cache, device: str) -> None:
-    driver = ReadDriver()
-    cache = make_cache(driver=driver, max_sequences=1, zero_tail=True)
-    sequence = cache.sequence(1)
-    driver.fail("set_access")
-    for skip in (1, 2):  # the first unmap takes zero pages out of the way; the others would undo the growth
-        driver.fail("unmap", skip)
-    with pytest.raises(vmmkv.DriverError):
-        sequence.extend(50)
-    driver.read("main")
-    sequence.free()
-    sequence = cache.sequence(1)
-    assert not cache.kv(0)[0][sequence.row].any()
-    cache.check()
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_adopting_a_row_that_is_long_enough_waits_for_nothing(make_cache, driver, device: str) -> None:
-    cache = make_cache(driver=driver, zero_tail=True)
-    cache.sequence(50).free()
-    for _, event in driver.events:
-        event.waited = False
-    row = cache.sequence(40).row
-    assert not cache.kv(0)[0][row].any()
     assert not any(event.waited for _, event in driver.events)
 
 
@@ -375,25 +293,6 @@ def test_a_reader_on_a_side_stream_sees_its_data(gpu_cache, device: str, then: s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_a_dense_reader_on_a_side_stream_sees_its_row(gpu_cache, device: str) -> None:
-    cache = gpu_cache(max_sequences=2, pages=22, zero_tail=True)
-    side = torch.cuda.Stream()
-    sequence = cache.sequence(10)
-    sequence.k(0).fill_(3)
-    sequence.record_stream(side)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG)
-        read = cache.kv(0)[0][sequence.row].clone()
-    sequence.extend(80)
-    sequence.k(0).fill_(9)
-    torch.cuda.synchronize()
-    assert (read[:10] == 3).all()
-    assert not read[10:].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
 def test_a_captured_graph_reads_what_was_mapped_after_the_capture(gpu_cache, device: str) -> None:
     cache = gpu_cache()
     sequence = cache.sequence(10)
@@ -448,27 +347,6 @@ def test_during_a_capture_growth_works_and_fences_are_refused(gpu_cache, device:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("policy", ["scrub", "zero_tail"])
-def test_scrubbing_is_refused_in_a_capture_and_nothing_changes(gpu_cache, device: str, policy: str) -> None:
-    cache = gpu_cache(**{policy: True})
-    sequence = cache.sequence(10)
-    pages = cache.page_map().tolist()
-    graph = torch.cuda.CUDAGraph()
-    value = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(graph):
-        value += 1
-        for grow in (sequence.extend, cache.sequence):
-            with pytest.raises(vmmkv.StreamCaptureError):
-                grow(50)
-    assert sequence.length == 10
-    assert cache.page_map()[: len(pages)].tolist() == pages
-    sequence.extend(50)
-    assert not sequence.k(0)[10:].any()
-    cache.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
 def test_streams_of_another_device_are_refused(gpu_cache, make_cache, device: str) -> None:
     host = make_cache(driver=small_driver("cpu")).sequence(1)
     with pytest.raises(vmmkv.DeviceError, match="is on cpu"):
@@ -508,34 +386,6 @@ class Captured:
         self.graph.replay()
         torch.cuda.synchronize()
         assert self.value.item() == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["global", "thread_local"])
-@pytest.mark.parametrize("device", ["cuda"])
-def test_a_capture_of_another_thread_goes_on(gpu_cache, device: str, mode: str) -> None:
-    """Whatever a cache does meanwhile, its end included, and what it waits for."""
-    with Captured(mode):
-        cache = gpu_cache(pages=25, scrub=True)
-        first, second = cache.sequence(20), cache.sequence(60)
-        second.k(0).fill_(1)
-        second.free()
-        first.extend(60)
-        first.truncate(1)
-        cache.trim()
-        other = gpu_cache(zero_tail=True)
-        other.sequence(5)
-        side = torch.cuda.Stream()
-        first.record_stream(side)
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(LONG // 10)
-        slept = Fence.after(cache._driver, [side])
-        cache.close()
-        assert slept.passed()
-        del other
-        tensor = vmmkv.torch.GrowableTensor((64, 1 << 20), torch.uint8, max_bytes="64MiB", device="cuda")
-        tensor.resize(30)
-        tensor.close()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Frame pools: what one does not use another can have, what is guaranteed its owner can have, and it all adds up."""
+"""Frame pools: what one does not use another can have, what is reserved its owner can have, and it all adds up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from conftest import on_driver, small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interruption import Interruption, interrupted
 from transformers import LlamaConfig
 
 import vmmkv
@@ -43,9 +42,9 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
     chance = random.Random(seed)
     pool, driver = make_pool(40)
     size = driver.page_size
-    guaranteed, most = chance.choice([0, 6, 12]), chance.choice([10, 30])
+    reserved, most = chance.choice([0, 6, 12]), chance.choice([10, 30])
     caches = [
-        vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, guaranteed=guaranteed * size),
+        vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, reserved=reserved * size),
         vmmkv.KVCache(WIDE, 4, 60, pool=pool, max_bytes=most * size, scrub=chance.random() < 0.5),
     ]
     tensor = GrowableTensor((10_000, 4), torch.float32, max_bytes=20 * size, pool=pool)
@@ -89,8 +88,8 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
         for sequence, value in live:
             assert (sequence.k(0) == value).all()
         others = pages_of(caches[1]) + -(-tensor.stats().used_bytes // size)
-        if pages_of(caches[0]) < guaranteed:
-            assert others <= pool.limit_pages - guaranteed
+        if pages_of(caches[0]) < reserved:
+            assert others <= pool.limit_pages - reserved
     for cache in caches:
         cache.close()
     tensor.close()
@@ -98,10 +97,10 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
     assert not driver.handles
 
 
-def test_what_is_guaranteed_comes_back_on_demand() -> None:
+def test_what_is_reserved_comes_back_on_demand() -> None:
     pool, _ = make_pool(20)
     size = pool.page_size
-    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=8 * size)
+    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=8 * size)
     other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
     with pytest.raises(OutOfPagesError):
         other.sequence(13 * 8)
@@ -116,40 +115,21 @@ def test_what_is_guaranteed_comes_back_on_demand() -> None:
     assert pages_of(owner) == 20
 
 
-@pytest.mark.usefixtures("undebugged")
-def test_nobody_grows_into_what_is_guaranteed() -> None:
-    """Not even onto pages that were mapped before: a guarantee takes those back that nobody uses."""
-    pool, driver = make_pool(20)
-    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, large_frames=False)
-    sequence = other.sequence(18 * 8)
-    sequence.truncate(4 * 8)
-    assert sequence.capacity == 18 * 8
-    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=10 * pool.page_size)
-    assert sequence.capacity == 10 * 8
-    with pytest.raises(OutOfPagesError):
-        sequence.extend(7 * 8)
-    sequence.extend(6 * 8)
-    changes = driver.changes
-    own = owner.sequence(10 * 8)
-    assert driver.changes == changes + 10  # maps, and takes nothing from anybody
-    assert (own.length, sequence.length) == (80, 80)
-
-
-def test_more_cannot_be_guaranteed_than_there_is() -> None:
+def test_more_cannot_be_reserved_than_there_is() -> None:
     pool, _ = make_pool(20)
     size = pool.page_size
-    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=8 * size)
-    with pytest.raises(BudgetError, match="8 are guaranteed"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=13 * size)
-    with pytest.raises(BudgetError, match="8 are guaranteed"):
+    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=8 * size)
+    with pytest.raises(BudgetError, match="12 are neither used nor reserved"):
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=13 * size)
+    with pytest.raises(BudgetError, match="8 are reserved"):
         pool.set_limit(7 * size)
     with pytest.raises(BudgetError, match="at most"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=5 * size, max_bytes=4 * size)
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=5 * size, max_bytes=4 * size)
     with pytest.raises(BudgetError, match="in all"):
         vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, max_bytes=21 * size)
     assert pool.stats().holders == 1
     first.close()
-    vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=13 * size)
+    vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=13 * size)
 
 
 def test_a_limit_below_what_lives_changes_nothing() -> None:
@@ -226,7 +206,7 @@ def gone(pool: vmmkv.FramePool) -> None:
     lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
     lost.sequence(pool.limit_pages * 8)
     del lost
-    assert pool.left_behind
+    gc.collect()
 
 
 def test_a_tensor_has_what_a_cache_has_left() -> None:
@@ -235,63 +215,6 @@ def test_a_tensor_has_what_a_cache_has_left() -> None:
     tensor = GrowableTensor((20, pool.page_size), torch.uint8, pool=pool, max_bytes=20 * pool.page_size)
     tensor.resize(20)
     assert driver.num_pages == 20
-
-
-def test_what_a_cache_has_left_is_there_once_after_an_interruption() -> None:
-    """At any line of the operation that would have taken it back."""
-    ended, line = None, 0
-    while ended is None:
-        line += random.randint(1, 4)  # not at all of them, and at others in each run
-        pool, driver = make_pool(20)
-        other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-        gone(pool)
-        ended = interrupted(pool.trim, line)
-        with suppress(vmmkv.InterruptedChangeError):
-            other.check()
-            assert pool.stats().holders == 1
-            assert pool.stats().physical_bytes == driver.num_pages * driver.page_size
-            assert other.sequence(160).length == 160
-
-
-def test_what_a_collected_cache_left_is_taken_back_once() -> None:
-    """Whoever is interrupted while it is."""
-    ended, line = None, 0
-    while ended is None:
-        line += random.randint(1, 4)  # as above
-        pool, driver = make_pool(20)
-        driver.unmaps_anything = True
-        cache, lost = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
-        sequence = cache.sequence(1)
-        lost.sequence(9 * 8)
-        del lost
-        assert pool.left_behind
-        ended = interrupted(cache.stats, line)
-        cache.check()
-        assert pool.stats().holders == 1
-        sequences = [sequence, cache.sequence(9 * 8), cache.sequence(10 * 8)]
-        for index, each in enumerate(sequences):
-            each.k(0).fill_(index)
-        for index, each in enumerate(sequences):
-            assert (each.k(0) == index).all()
-
-
-def test_what_a_closed_cache_could_not_unmap_counts_until_it_can() -> None:
-    pool, driver = make_pool(20)
-    cache, closed = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
-    view = closed.sequence(9 * 8).k(0)
-    driver.fail("unmap")
-    closed.close()
-    assert driver.mapped
-    with pytest.raises(OutOfPagesError):
-        pool.set_limit(5 * pool.page_size)
-    cache.check()
-    assert pool.stats().physical_bytes == 9 * pool.page_size
-    del closed, view
-    gc.collect()
-    pool.set_limit(5 * pool.page_size)
-    cache.check()
-    assert len(driver.handles) <= 5
-    assert cache.sequence(5 * 8).length == 40
 
 
 @pytest.mark.parametrize("call", ["unmap", "synchronize"])
@@ -308,31 +231,6 @@ def test_what_a_collected_cache_could_not_unmap_is_tried_again(call: str) -> Non
     assert not driver.mapped
     assert cache.sequence(20 * 8).length == 160
     cache.check()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("call", "skip"), [("synchronize", 0), *(("unmap", skip) for skip in range(5))])
-def test_what_a_collected_cache_could_not_unmap_for_ctrl_c_is_tried_again(call: str, skip: int) -> None:
-    """The interpreter only reports what comes in a finalizer, and the program goes on."""
-    pool, driver = make_pool(20)
-    driver.calls, driver.unmaps_anything = (*driver.calls, "synchronize"), True
-    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    lost = vmmkv.KVCache(WIDE, 4, 16, pool=pool)
-    parent = lost.sequence(3)
-    others = [lost.sequence(2), parent.fork()]
-    fault = driver.fail(call, skip, error=Interruption)
-    del lost, parent, others
-    gc.collect()
-    assert fault.was_met
-    assert driver.mapped
-    cache.check()
-    assert not driver.mapped
-    assert pool.stats().holders == 1
-    assert cache.sequence(20 * 8).length == 160
-    cache.check()
-    cache.close()
-    pool.close()
-    assert not driver.handles
 
 
 def test_a_pool_has_no_copies() -> None:

@@ -16,7 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vmmkv
-from vmmkv.events import EventLog, Stored, salt_of
+from vmmkv.events import EventLog, salt_of
+from vmmkv.events.chain import Link
+from vmmkv.events.naming import told_names
 
 Names = tuple[str | None, str | int | None, str | int | None]
 
@@ -27,13 +29,8 @@ def make(**options: Any) -> vmmkv.KVCache:
 
 
 def hashes(names: Names, ids: list[int], size: int) -> list[int]:
-    """What a log reports of tokens under salt, adapter and tenant."""
-    log = EventLog(size)
-    log.stored(log.root(*names), 0, ids)
-    (stored,) = log.events()
-    assert isinstance(stored, Stored)
-    assert (stored.blocks.salt, stored.blocks.adapter, stored.blocks.tenant) == names
-    return list(stored.blocks.hashes)
+    """What events call the blocks of tokens under salt, adapter and tenant."""
+    return [*Link.root(told_names(*names), size).follow(np.array(ids), size).hashes]
 
 
 def chained(root: bytes, ids: list[int], size: int) -> list[int]:
@@ -99,6 +96,9 @@ def test_no_salt_is_taken_for_a_tenants(salt: str) -> None:
     assert (salt_of("x"), salt_of(None), salt_of(None, "x")) == ("x", None, '["x", null]')
 
 
+NO_NAMES: dict[str, Any] = {"salt": None, "adapter": None, "tenant": None}
+
+
 class Number(enum.IntEnum):
     ONE = 1
 
@@ -123,7 +123,7 @@ def test_what_is_no_name_is_refused(kind: str, value: Any) -> None:
             lambda: cache.sequence(token_ids=[1, 2], reuse=False, **{kind: value}),
             lambda: cache.shared_pages([1, 2], **{kind: value}),
             lambda: telling.sequence(token_ids=[1, 2], **{kind: value}),
-            lambda: EventLog().root(**{kind: value}),
+            lambda: told_names(**NO_NAMES | {kind: value}),
         ]
         if kind == "tenant":
             calls += [
@@ -148,7 +148,7 @@ def test_what_routers_cannot_be_told_of_is_refused_with_a_log_only(names: dict[s
     with make(event_log=EventLog()) as cache, pytest.raises(vmmkv.ArgumentError, match="routers"):
         cache.sequence(token_ids=[1, 2], **names)
     with pytest.raises(vmmkv.ArgumentError, match="routers"):
-        EventLog().root(**names)
+        told_names(**NO_NAMES | names)
 
 
 @pytest.mark.parametrize("kind", ["salt", "adapter", "tenant"])
@@ -166,4 +166,3 @@ def test_text_bytes_and_numbers_are_kept_apart_and_subclasses_are_their_plain_va
                 first.commit(ids)
             with cache.sequence(token_ids=ids, **{kind: other}) as second:
                 assert second.cached_tokens == 23
-                assert type(getattr(second.key, kind)) is type(value)

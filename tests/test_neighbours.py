@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from vmmkv.driver import host
 from vmmkv.driver.mapping import PIECE
 from vmmkv.driver.table import FUNCTIONS
 from vmmkv.errors import OutOfPagesError
-from vmmkv.memory.neighbours import asking, give_back
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 CAPACITY = 16
@@ -129,26 +127,6 @@ def test_no_bytes_go_from_one_cache_to_another(small_device: SmallDevice) -> Non
         assert not sequence.k(0).isnan().any()
 
 
-def test_who_asks_is_not_asked(small_device: SmallDevice) -> None:
-    """So that no two wait for each other; and who is only busy is waited for."""
-    one, other = make(), make()
-    with asking(one.pool) as neighbours:
-        assert other.pool in list(neighbours)
-        with asking(other.pool) as neighbours:
-            assert one.pool not in list(neighbours)
-    with asking(other.pool) as neighbours:
-        assert one.pool in list(neighbours)
-    one.sequence(12 * 8).free()
-    given: list[int] = []
-    asks = threading.Thread(target=lambda: given.append(give_back(one.pool, 4 * one.page_size)))
-    with one.pool.monitor.lock:
-        asks.start()
-    asks.join()
-    assert given == [4 * one.page_size]
-    one.close()
-    assert give_back(one.pool, one.page_size) == 0
-
-
 def test_a_refusal_keeps_nothing_alive(small_device: SmallDevice) -> None:
     """Not itself in a circle with the frames that it came through: what these hold ends at once."""
     live = make().sequence(12 * 8)
@@ -158,50 +136,3 @@ def test_a_refusal_keeps_nothing_alive(small_device: SmallDevice) -> None:
     del caught
     assert refusal() is None
     assert live.length == 12 * 8
-
-
-@pytest.mark.parametrize("call", ["create", "map"])
-def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(small_device: SmallDevice, call: str) -> None:
-    """As by a signal handler that grows another cache while the driver is called: it would wait for itself."""
-    refusals: list[object] = []
-    caches = [make(lookahead=0) for _ in range(2)]
-
-    def interrupted(name: str, file: int) -> None:
-        if name == call and file == caches[1].pool.driver.table["property"] and not refusals:
-            refusals.append(None)
-            try:
-                caches[0].sequence((CAPACITY + 1) * 8)
-            except OutOfPagesError as error:
-                refusals.append(error)
-
-    caches[1].sequence(40).free()  # nobody uses them
-    grown = caches[1].sequence(8)
-    small_device.before = interrupted
-    thread = threading.Thread(target=lambda: grown.extend(60), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert len(refusals) == 2
-    assert grown.length == 68
-
-
-def test_what_ends_while_a_neighbour_gives_back_waits_for_nobody(small_device: SmallDevice) -> None:
-    """As garbage collection ends it, in the thread that the one who asks waits for."""
-    one, other = make(), make()
-    ended = [one.sequence(8)]
-    other.sequence(12 * 8).free()
-
-    def collect(name: str, file: int) -> None:
-        if name == "release" and ended:
-            ended.pop().free()
-            with pytest.raises(vmmkv.BusyError):
-                one.trim()
-
-    small_device.before = collect
-    thread = threading.Thread(target=lambda: one.sequence(8 * 8), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "somebody waits for ever"
-    assert not ended
-    assert one.stats().rows["live"] == 0
-    one.check()

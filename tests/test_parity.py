@@ -44,7 +44,7 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     outcomes = list(check(kind, device))
     verdicts = {outcome.verdict for outcome in outcomes}
     assert verdicts <= {"same", "none", "static"} | (set() if kind in KERNELS else {"refused"}), outcomes
-    assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 3
+    assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 2
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
 
 
@@ -86,7 +86,7 @@ def test_an_argument_that_is_lost_is_noticed(kind: str, argument: str) -> None:
     assert outcome.verdict == "differs", outcome
 
 
-@pytest.mark.parametrize("case", [("vmmkv", "VmmCache"), ("vmmkv", COMPILE), ("eager", "VmmCache"), ("eager", COMPILE)])
+@pytest.mark.parametrize("case", [("vmmkv", "VmmCache"), ("vmmkv", COMPILE), ("eager", "VmmCache")])
 def test_a_cache_that_loses_a_token_is_noticed(case: tuple[str, str]) -> None:
     update = VmmCache.update
 

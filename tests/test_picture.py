@@ -308,7 +308,7 @@ def test_a_pool_draws_what_each_account_has() -> None:
     pool = on_driver(driver, vmmkv.FramePool, limit * size)
     layout = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page
     caches = [
-        vmmkv.KVCache(layout, 4, 200, pool=pool, guaranteed=10 * size, large_frames=False),
+        vmmkv.KVCache(layout, 4, 200, pool=pool, reserved=10 * size, large_frames=False),
         vmmkv.KVCache(layout, 4, 200, pool=pool, max_bytes=60 * size),
     ]
     tensor = GrowableTensor((1000, 1024), torch.float32, pool=pool, max_bytes=20 * size)
@@ -327,7 +327,7 @@ def test_a_pool_draws_what_each_account_has() -> None:
         assert [each.pop("at most") for each in accounts] == pytest.approx(
             [limit * size, 60 * size, 20 * size], rel=0.01
         )
-        assert [each.pop("guaranteed", 0) for each in accounts] == pytest.approx([10 * size, 0, 0], rel=0.01)
+        assert [each.pop("reserved", 0) for each in accounts] == pytest.approx([10 * size, 0, 0], rel=0.01)
         names = ["KVCache 0", "KVCache 1", "GrowableTensor 2"]
         for name, account, part, whole in zip(names, accounts, used, mapped):
             assert all_of_it.items() >= account.items()
@@ -354,7 +354,7 @@ def bars(picture: str) -> Iterator[dict[str, float]]:
             name, _ = part.findtext(f"{SVG}title").split(": ")
             box = part.find(f"{SVG}rect")
             left, right = float(box.get("x")), float(box.get("x")) + float(box.get("width"))
-            if name not in ("at most", "guaranteed"):
+            if name not in ("at most", "reserved"):
                 assert left == pytest.approx(end, abs=0.2)
                 end = right
             parts[name] = float(box.get("width"))

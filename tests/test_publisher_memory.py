@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+from ring import Ring
 
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
@@ -24,6 +26,8 @@ CLIENTS = 60
 PUBLISHER = """
     import sys
     import numpy as np
+    from itertools import count
+    from ring import Ring
     from vmmkv.events import EventLog
     from vmmkv.events.publisher import EventPublisher
 
@@ -31,11 +35,12 @@ PUBLISHER = """
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
-    local, log, sent = "tcp://127.0.0.1:*", EventLog(16), 0
+    local, log, numbers = "tcp://127.0.0.1:*", EventLog(16), count(1 << 20)
+    ring = Ring(log)
     with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=int(sys.argv[1])) as publisher:
         for line in sys.stdin:
             for _ in range(int(line)):
-                log.stored(log.root(), 0, np.arange(4000) + (1 << 20))
+                ring.store(np.arange(4000) + next(numbers))
             print(memory(), publisher.endpoint, publisher.replay_endpoint, flush=True)
 """
 
@@ -62,7 +67,8 @@ class Publisher:
 @contextmanager
 def publishing(max_replay_bytes: int) -> Iterator[Publisher]:
     command = [sys.executable, "-c", dedent(PUBLISHER), str(max_replay_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Publisher(process)
         finally:
@@ -166,12 +172,12 @@ def test_messages_of_many_events_are_not_large(context: zmq.Context[zmq.Socket[b
     """They are cut between events; one event is one message, whatever its size, and one that does not fit is not
     kept."""
     log, rng, local = EventLog(16), np.random.default_rng(), "tcp://127.0.0.1:*"
-    sizes = [int(size) for size in rng.integers(16, 8000, 100)]
+    ring, sizes = Ring(log), [int(size) for size in rng.integers(16, 8000, 100)]
     for size in sizes:
-        log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, size))
-    log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, 100_000))
+        ring.store(rng.integers(1 << 20, 1 << 30, size))
+    ring.store(rng.integers(1 << 20, 1 << 30, 100_000))
     for size in sizes:
-        log.stored(log.root(), 0, rng.integers(1 << 20, 1 << 30, size))
+        ring.store(rng.integers(1 << 20, 1 << 30, size))
     with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=50 * MIB) as publisher:
         assert publisher.replay_endpoint
         dealer = client(context, publisher.replay_endpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from conftest import ROUNDS, on_driver, small_driver, small_layout
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.driver.fence import Fence
-from vmmkv.rows.reordering import Reordering
 
 ROWS = 5
 
@@ -46,12 +43,12 @@ def started(cache: vmmkv.KVCache, *lengths: int) -> list[vmmkv.Sequence]:
     return sequences
 
 
-def reordered(sequences: list[vmmkv.Sequence], indices: list[int], copy: bool = True) -> None:
+def reordered(sequences: list[vmmkv.Sequence], indices: list[int]) -> None:
     """Reorders, and compares with the model; rows and addresses stay."""
     cache = sequences[0].cache
     before = [(s.start, s.length, tokens_of(s)) for s in sequences]
     rows = [sequence.row for sequence in sequences]
-    cache.reorder(sequences, indices, copy=copy)
+    cache.reorder(sequences, indices)
     cache.check()
     assert [sequence.row for sequence in sequences] == rows
     for sequence, index in zip(sequences, indices):
@@ -69,7 +66,6 @@ KINDS = [
     {},
     {"layers_per_range": 1},
     {"layers_per_range": 2, "scrub": True},
-    {"zero_tail": True},
     {"overread": 7},
     {"large_frames": True, "pages": 700, "head_dim": 5},
     {"large_frames": True, "pages": 700, "head_dim": 5, "layers_per_range": 2},
@@ -111,38 +107,9 @@ def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
         if not random.randrange(3):
             random.shuffle(indices := list(range(len(chosen))))
         try:
-            reordered(chosen, indices, copy=random.random() < 0.7)
+            reordered(chosen, indices)
         except vmmkv.UnsupportedError:
             assert any(sequence.start for sequence in chosen)
-
-
-def test_what_a_row_is_read_for_on_other_streams_is_not_written_over(make_cache) -> None:
-    """As by `send`, on a stream that is no sequence's."""
-
-    class Reading(Fence):
-        """Work that goes on."""
-
-        waiting: ClassVar[list[object]] = []
-        is_pending = True
-
-        def passed(self) -> bool:
-            return False
-
-        def wait(self) -> None:
-            self.waiting.append("host")
-
-        def order(self, stream: object) -> None:
-            self.waiting.append(stream)
-
-        def __or__(self, other: Fence) -> Fence:
-            return self
-
-    cache = make_cache(2, 100, pages=60)
-    beams = started(cache, 10, 20)
-    reading = Reading()
-    cache._rows.table.fences[beams[0].row] = reading
-    reordered(beams, [1, 1])
-    assert reading.waiting
 
 
 def test_beams_that_were_forked_copy_and_map_nothing(make_cache) -> None:
@@ -167,34 +134,6 @@ def test_who_has_no_pages_shares_those_that_are_full(make_cache) -> None:
     for beam in beams:
         grow(beam, 1)
     reordered(beams, [3, 2, 1, 0])
-
-
-def test_what_is_copied_again_and_again_is_shared_at_last(make_cache) -> None:
-    cache = make_cache(2, 100, pages=60)
-    beams = started(cache, 64, 64)
-    apart, before = cache.stats().pages["used"], mapped(cache)
-    copied = 0
-    while cache.stats().pages["used"] == apart and copied < 100:
-        reordered(beams, [0, 0])
-        copied += 1
-    assert 10 < copied < 100, "shared before it had paid, or not when it would have"
-    assert cache.stats().pages["used"] <= apart // 2 + 2
-    before = mapped(cache)
-    for beam in beams:
-        grow(beam, 1)
-    reordered(beams, [1, 0])
-    reordered(beams, [0, 0])
-    assert mapped(cache) <= before + 2  # a page of their own to grow into
-
-
-def test_what_must_not_be_copied_is_shared_at_once(make_cache) -> None:
-    cache = make_cache(3, 100, pages=60)
-    sequences = started(cache, 64, 64, 64)
-    apart = cache.stats().pages["used"]
-    with pytest.raises(vmmkv.ArgumentError):
-        cache.reorder(sequences, [0, 0, 0], share=False, copy=False)
-    reordered(sequences, [0, 0, 0], copy=False)
-    assert cache.stats().pages["used"] <= apart // 3 + 2
 
 
 def test_what_turns_in_a_circle_is_never_shared(make_cache) -> None:
@@ -227,74 +166,6 @@ def test_who_has_less_than_the_other_does_not_make_small_pieces_of_that(
         cache.free([short, long])
 
 
-def test_without_memory_nothing_changes(make_cache) -> None:
-    cache = make_cache(4, 100, pages=14)
-    long, short, other = started(cache, 60, 5, 1)
-    before = [(s.start, s.length, tokens_of(s)) for s in (long, short, other)]
-    with pytest.raises(vmmkv.OutOfPagesError):
-        cache.reorder([long, short, other], [1, 0, 1])
-    cache.check()
-    for sequence, (start, length, tokens) in zip((long, short, other), before):
-        assert (sequence.start, sequence.length) == (start, length)
-        assert all(map(torch.equal, tokens_of(sequence), tokens))
-    other.free()
-    short.free()
-    (other,) = started(cache, 5)
-    reordered([long, other], [0, 0])  # shared: there is no memory for another
-
-
-@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access", "any"])
-def test_a_failed_call_leaves_what_was_or_nothing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """`any`: also one of a stream or an event."""
-    kept, scratch = [], Reordering._scratch
-
-    def known_scratch(*args: Any) -> torch.Tensor:  # torch keeps what it frees for work on the same stream
-        kept.append(scratch(*args))
-        monkeypatch.setitem(SimulatedDevice.host, kept[-1].data_ptr(), kept[-1].nbytes)
-        return kept[-1]
-
-    monkeypatch.setattr(Reordering, "_scratch", known_scratch)
-    is_met, skip, outcomes = True, 0, set()
-    while is_met:
-        device = SimulatedDevice(Random())
-        cache = on_driver(
-            device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size, large_frames=False
-        )
-        (first,) = started(cache, 50)
-        beams = [first, *cache.fork_many(first, 2)]
-        device.finish()
-        for beam in beams:
-            grow(beam, 30)
-        beams.append(cache.sequence())
-        before = [tokens_of(beam) for beam in beams]
-        indices = [1, 0, 0, 2]
-        device.current = device.streams[1]
-        device.fail(call, skip)
-        try:
-            cache.reorder(beams, indices)
-        except vmmkv.DriverError:
-            device.heal()
-            device.finish()
-            cache.check()
-            ended = [not _is_live(beam) for beam in beams]
-            assert all(ended) or not any(ended)
-            outcomes.add(any(ended))
-            for beam, tokens in zip(beams, before) if not any(ended) else ():
-                assert all(map(torch.equal, tokens_of(beam), tokens))
-            if not any(ended):  # and can be reordered as ever
-                cache.reorder(beams, indices)
-        else:
-            is_met, ended = not device.heal(), []
-        device.finish()
-        for beam, index in zip(beams, indices) if not any(ended) else ():
-            assert all(map(torch.equal, tokens_of(beam), before[index]))
-        cache.close()
-        assert not device.handles
-        skip += 1
-    assert skip > 1
-    assert call != "any" or outcomes == {True, False}
-
-
 def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimulatedDevice(Random())
     cache = on_driver(device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size, scrub=True)
@@ -310,20 +181,6 @@ def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.
             cache.reorder(sequences, [1, 0])
     device.current = device.streams[1]
     cache.trim()
-    device.finish()
-    cache.check()
-
-
-def test_what_is_being_copied_when_somebody_is_interrupted_is_not_unmapped() -> None:
-    device = SimulatedDevice(Random())
-    cache = on_driver(device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size)
-    target, source = cache.sequence(50), cache.sequence(50)
-    device.current = device.streams[1]
-    with device.interrupted_behind_a_copy():
-        cache.reorder([target, source], [1, 1], share=False)
-    device.current = device.streams[0]
-    source.free()
-    assert cache._rows.reclaim(100)
     device.finish()
     cache.check()
 

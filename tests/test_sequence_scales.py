@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver, some
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver
-from interruption import interrupted
 from loopback import looped
 from simulated_device import SimulatedDevice
 
@@ -107,8 +104,7 @@ def go_anywhere(cache: vmmkv.KVCache, random: Random) -> None:
                 indices = [random.randrange(len(some)) for _ in some]
                 if random.random() < 0.5:
                     random.shuffle(indices := list(range(len(some))))
-                share, copy = random.choice([(True, True), (True, False), (False, True)])
-                cache.reorder(some, indices, share=share, copy=copy)
+                cache.reorder(some, indices)
                 live |= dict(zip(some, [live[some[index]] for index in indices]))
             elif do == "suspend":
                 chosen.suspend()
@@ -177,40 +173,11 @@ OPERATIONS: dict[str, Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]] =
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interruption_at_any_line(name: str) -> None:
-    """Who is there has its scales with its tokens, as before or as after, and the next one those of 1."""
-
-    def interrupt(line: int) -> int | None:
-        driver = FaultyDriver(small_driver("cpu"))
-        driver.unmaps_anything = True
-        cache = make(driver=driver)
-        started(cache, 100).free()
-        sequences = [started(cache, tokens) for tokens in (100, 30, 0)]
-        before = [written(sequence) for sequence in sequences]
-        lines = interrupted(lambda: OPERATIONS[name](cache, sequences), line)
-        with suppress(vmmkv.InterruptedChangeError):  # nobody reads anything then
-            gc.collect()
-            cache.check()
-            for sequence, index, expected in zip(sequences, INDICES, before):
-                with suppress(vmmkv.UseAfterFreeError) if name == "reorder" else nullcontext():
-                    now = held(sequence)
-                    is_after = name == "reorder" and all(map(torch.equal, now, before[index]))
-                    assert is_after or all(map(torch.equal, now, expected))
-            started(cache, 5)
-        return lines
-
-    lines = interrupt(10**9)
-    assert lines
-    for line in some(lines, 20):
-        interrupt(line + 1)
-
-
 def on_later_streams(rows: int = 1) -> tuple[SimulatedDevice, vmmkv.KVCache]:
     """A cache of few rows, whose scales are there for work that runs later."""
     device = SimulatedDevice(Random())
     cache = make(driver=device, rows=rows, pages=3)
-    scales = cache._rows.scales._all
+    scales = cache.scales._all
     device.host = {scales.data_ptr(): scales.nbytes}
     return device, cache
 

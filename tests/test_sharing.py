@@ -16,12 +16,10 @@ import pytest
 import torch
 from conftest import on_driver, run_python, small_driver
 from faulty import FaultyDriver
-from interruption import interrupted
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.memory.frames import LARGE
-from vmmkv.space.mapper import Mapper
+from vmmkv.core.pool import LARGE
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)
 TOKENS = 8
@@ -151,7 +149,7 @@ def test_what_is_shared_is_read_only_in_the_child(token: int) -> None:
     assert process.returncode == (0 if token == 8 else -11)  # SIGSEGV
 
 
-@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}, {"overread": 11}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"overread": 11}], ids=str)
 @pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
@@ -171,9 +169,7 @@ def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
     used(cache)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"scrub": True}, {"zero_tail": True}, {"overread": 11}, {"large_frames": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"overread": 11}, {"large_frames": True}], ids=str)
 @pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_who_unshares_may_write_over_old_tokens(which: int, layout: vmmkv.KVLayout, options: dict) -> None:
@@ -199,22 +195,6 @@ def test_who_unshares_may_write_over_old_tokens(which: int, layout: vmmkv.KVLayo
         check(each, torch.cat([held, write(each, length)]))
     cache.free(family)
     assert used(cache) == 0
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_who_unshares_can_be_read_to_its_end_with_a_zero_tail(which: int, layout: vmmkv.KVLayout) -> None:
-    cache = make(400, layout=layout, zero_tail=True)
-    parent = cache.sequence(Random().randint(60, 80))
-    values = write(parent)
-    parent.truncate(Random().randint(20, 40))  # the pages behind stay in its row
-    family = [parent, parent.fork()]
-    cache.unshare([family[which]], Random().randint(0, parent.length))
-    for layer in range(layout.num_layers):
-        for states in cache.kv(layer):
-            for sequence in family:
-                behind = states[sequence.row, sequence.length :]
-                assert ((behind == 0) | torch.isin(behind, values)).all(), "not what the family wrote"
 
 
 def test_to_unshare_what_is_nobody_elses_takes_nothing() -> None:
@@ -274,40 +254,6 @@ def forked(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
 
 Family = Callable[[vmmkv.KVCache], list[vmmkv.Sequence]]
 Use = Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]
-
-
-@pytest.mark.parametrize(
-    ("begin", "use", "pages"),
-    [
-        pytest.param(truncated, lambda _, family: family[1].extend(1), 6 + 3, id="extend by a copy in each range"),
-        pytest.param(truncated, lambda _, family: family[1].extend(20), 6 + 3 + 3, id="and by a page behind it"),
-        pytest.param(truncated, lambda cache, family: cache.extend(family, [1, 1]), 6 + 3 + 3, id="extend two"),
-        pytest.param(begun, lambda cache, family: cache.unshare(family[:1]), 9 + 2 + 3, id="the last of three copies"),
-        pytest.param(forked, lambda cache, family: cache.unshare(family[3:]), 12 + 6 + 6, id="unshare two"),
-        pytest.param(forked, lambda cache, family: cache.reorder(family, [1, 0, 2, 3, 4]), 12 + 6 + 6, id="a circle"),
-        pytest.param(
-            forked, lambda cache, family: cache.reorder(family, [1, 0, 0, 3, 4]), 12 + 6 + 6 + 6, id="and a third one"
-        ),
-    ],
-)
-def test_who_cannot_have_all_for_its_own_has_none_of_it(begin: Family, use: Use, pages: int) -> None:
-    """Of several ranges and sequences, and what they grow by: with a page less than it takes nothing changes."""
-    begun_with, heads = {truncated: (6, 1), begun: (9, 1), forked: (12, 3)}[begin]
-    for missing in (*range(1, pages - begun_with), 0):
-        cache = make(pages - missing, layout=EQUAL)
-        family = begin(cache)
-        values = [write(sequence) for sequence in family[:heads]]
-        values += [states[: fork.length] for fork, states in zip(family[heads:], values)]
-        before = used(cache)
-        if missing:
-            with pytest.raises(vmmkv.OutOfPagesError):
-                use(cache, family)
-            assert used(cache) == before
-            for sequence, held in zip(family, values):
-                check(sequence, held)
-        else:
-            use(cache, family)
-            assert used(cache) <= pages
 
 
 def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
@@ -471,32 +417,6 @@ def test_a_copy_that_stays_where_it_was_made_harms_nobody() -> None:
     assert not driver.mapped
 
 
-def test_no_fork_while_a_graph_is_captured() -> None:
-    device = SimulatedDevice(Random())
-    cache = make(driver=device)
-    parent = cache.sequence(20)
-    before = state(cache, [parent])
-    device.fail("record", error=vmmkv.StreamCaptureError)
-    with pytest.raises(vmmkv.StreamCaptureError):
-        parent.fork()
-    assert state(cache, [parent]) == before
-
-
-@pytest.mark.parametrize("copied", [0, 3], ids=["full pages", "a part of one"])
-def test_a_fork_of_full_pages_records_one_event_and_asks_none(copied: int) -> None:
-    """Though work waits on the stream: behind that the child comes anyway."""
-    device = SimulatedDevice(Random())
-    parent = make(driver=device).sequence(Random().randint(1, 5) * TOKENS + copied)
-    device.streams[0].submit(lambda: None)
-    faults = [device.fail("record", 1, lasting=True), device.fail("query", lasting=True)]
-    if copied:
-        with pytest.raises(vmmkv.DriverError):
-            parent.fork()
-        assert faults[0].was_met
-    else:
-        parent.fork()
-
-
 # ---------------------------------------------------------------------- streams, tenants, frames, lookahead, poison
 
 
@@ -598,63 +518,6 @@ def test_whole_large_frames_are_shared_and_others_copied() -> None:
     assert used(cache) == 2 * LARGE + begun
     check(child, values[: (LARGE + begun) * TOKENS])
     check(parent, values[: (LARGE + begun) * TOKENS])
-
-
-def test_large_frames_are_shared_after_an_interruption_as_before() -> None:
-    cache = make(200, large_frames=True)
-    driver = cache.pool.driver
-    assert isinstance(driver, FaultyDriver)
-    driver.unmaps_anything = True
-    parent = cache.sequence(2 * LARGE * TOKENS)
-    values, child = write(parent), parent.fork()
-    assert interrupted(lambda: cache.sequence(TOKENS), 50) is None
-    assert (used(cache), shared(cache)) == (2 * LARGE, 2 * LARGE)
-    parent.free()
-    check(child, values)
-    child.free()
-    cache.trim()
-    cache.check()
-    assert not driver.mapped
-    short = [cache.sequence(TOKENS) for _ in range(4)]
-    cache.free(short)
-    cache.trim()
-    assert not driver.handles
-
-
-@pytest.mark.parametrize("_", range(5))
-def test_who_was_truncated_into_a_large_frame_has_the_pages_it_needs(_: int) -> None:
-    """Also where what is read behind the end lies in the next one."""
-    overread = Random().choice([0, 3 * TOKENS])
-    cache = make(200, large_frames=True, overread=overread)
-    parent = cache.sequence(4 * LARGE * TOKENS)
-    values = write(parent)
-    child = parent.fork()
-    kept = Random().choice([LARGE * TOKENS - 1, Random().randint(1, 3 * LARGE * TOKENS)])
-    child.truncate(kept)
-    child.extend(1)
-    check(child, torch.cat([values[:kept], write(child, kept)]))
-    check(parent, values)
-    whole = 4 * LARGE + overread // TOKENS
-    own = -(-(kept + 1 + overread) // TOKENS) - kept // (LARGE * TOKENS) * LARGE
-    assert used(cache) == whole + own
-
-
-def test_pages_ahead_lie_behind_forked_rows_too() -> None:
-    cache = make(lookahead=2 * TOKENS)
-    mapper = cache.pool.mapper
-    assert isinstance(mapper, Mapper)
-    mapper.ring = lambda: None  # type: ignore[method-assign]
-    parent = cache.sequence(3 * TOKENS)
-    values = write(parent)
-    child = parent.fork()
-    while mapper.work():
-        pass
-    mapped = cache.stats().driver_calls["map"].count
-    for sequence in (parent, child):
-        sequence.extend(TOKENS)
-        check(sequence, torch.cat([values, write(sequence, 3 * TOKENS)]))
-    assert cache.stats().driver_calls["map"].count == mapped
-    cache.check()
 
 
 def test_poison_does_not_reach_what_another_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import warnings
-import weakref
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 
@@ -183,22 +181,6 @@ def test_views_start_where_the_sequence_starts(make_cache) -> None:
     assert sequence.k(0)[:, 0, 0].tolist() == list(range(30, 40))
 
 
-def test_a_view_longer_than_32_bit_strides_reach_says_so() -> None:
-    layout = vmmkv.KVLayout(32, 32, 2048, torch.float32)  # 4 Mi elements a token: 512 tokens
-    assert layout.int32_token_limit == 512
-    cache = vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", page_size=64 << 10)
-    sequence = cache.sequence()
-    sequence.cache._rows.table.length[sequence.index] = 512  # as if grown; the pages do not matter here
-    with warnings.catch_warnings(action="error"):
-        sequence.k(0)
-    sequence.cache._rows.table.length[sequence.index] = 513
-    with pytest.warns(vmmkv.StrideLimitWarning, match=r"513 tokens.*512.*layers_per_range"):
-        sequence.k(0)
-    sequence.cache._rows.table.length[sequence.index] = 0
-    with pytest.raises(vmmkv.LayoutError, match="layers_per_range"):
-        vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", int32_strides=True)
-
-
 @pytest.mark.parametrize("scales", SCALES)
 def test_scales_made_in_inference_mode_can_be_written_outside(device: str, scales: str) -> None:
     with torch.inference_mode():
@@ -322,22 +304,6 @@ def test_the_end_is_silent(device: str, what: str) -> None:
 def test_the_end_is_silent_after_a_lost_context(what: str) -> None:
     child = run_python(LIFETIME, "cuda", what)
     assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
-
-
-def test_the_last_view_may_die_of_an_error(make_cache) -> None:
-    """`list` drops what it has read while the error is on its way; nothing may get lost or come in between."""
-    ranges = weakref.WeakSet()
-
-    def views_then_an_error():
-        cache = make_cache()
-        ranges.update(arena for arena, _ in cache._rows.ranges)
-        yield cache.range(0)
-        del cache
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        list(views_then_an_error())
-    assert not ranges
 
 
 def test_memory_goes_back_when_the_last_view_dies() -> None:

@@ -17,6 +17,7 @@ from vmmkv.core.pool import Pool
 from vmmkv.driver.driver import open_driver
 from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, StreamCaptureError
 from vmmkv.tier.host_tier import HostTier
+from vmmkv.tier.prefixes import Page
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +103,7 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
     pool = Pool(open_driver("cuda"), 200)
     tensors = Tensors(pool, 6)
     cache = tensors.cache
-    tier = HostTier(cache, 400 * pool.driver.page_size, 0)
+    tier = HostTier(cache, 400 * pool.driver.page_size)
     torch.cuda.synchronize()
     for is_mapped in (True, False):
         row = new_row(tensors, 320)
@@ -115,7 +116,9 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
             torch.cuda.synchronize()
             pool.trim()
             assert all(pool.frames[frame]["refs"] == 0 for frame in out[:count])
-        handle = tier.store([out[:count]], tokens, 3)
+        places = [(frame, offset) for frame in out[:count] for offset in range(pool.frames[frame]["pages"])]
+        pages = [Page(0, 0, page, frame, offset) for page, (frame, offset) in enumerate(places)]
+        (handle,) = tier.store(pages, [3])
         assert handle is not None
         entries.drop(cache.address, out.buffer_info()[0], count)
         assert tier.finish(1) > 0
@@ -124,7 +127,7 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
         first = 37
         other.shadow = torch.cat([other.shadow[:first], row.shadow[first:tokens]])
         tensors.words[other.sequence.row, first:tokens] = 0
-        assert tier.load(handle, other.sequence.ticket, first, tokens - first)
+        assert tier.load([(handle, 0, each.page) for each in pages], other.sequence.ticket, first, tokens - first)
         assert int(other.wrong()) == 0
         other.sequence.free()
         tier.drop(handle)

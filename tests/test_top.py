@@ -368,7 +368,7 @@ def test_the_end_does_not_wait_for_a_pool_that_somebody_keeps(tmp_path: Path) ->
         publication.PATIENCE = 0.1
         kept = threading.Event()
         def keep():
-            with cache.pool.monitor.lock:
+            with cache.pool.lock:
                 kept.set()
                 threading.Event().wait()
         threading.Thread(target=keep, daemon=True).start()

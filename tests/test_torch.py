@@ -6,17 +6,14 @@ import gc
 import pickle
 import random
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from c_driver import CDriver, Functions
-from conftest import on_driver, run_python, small_driver
-from faulty import FaultyDriver
-from hypothesis import given, settings
+from conftest import run_python
+from hypothesis import given
 from hypothesis import strategies as st
-from test_fences import StreamedDriver
 from torch.cuda import _memory_viz
 
 import vmmkv
@@ -445,123 +442,6 @@ def test_threads_with_pools_beside_busy_python() -> None:
 # ---------------------------------------------------------------------- growable tensors
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64)
-
-
-def random_rows(count: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.randint(0, 2, (count, *like.shape[1:]), device=like.device).to(like.dtype)
-
-
-@DEVICES
-@settings(max_examples=60)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), per_page=st.floats(0.3, 40), inner=st.sampled_from([1, 2, 3]))
-def test_a_growable_tensor_is_a_tensor(device: str, data, dtype, per_page: float, inner: int) -> None:
-    """Against a plain tensor: values, views taken earlier, the budget, and failing calls that change nothing."""
-    driver = FaultyDriver(small_driver(device))
-    page, budget = driver.page_size, 8
-    width = max(int(page / per_page / dtype.itemsize / inner), 1)
-    row_bytes = width * inner * dtype.itemsize
-    max_rows = 10 * page // row_bytes + 1
-    grown = on_driver(driver, GrowableTensor, (max_rows, width, inner), dtype, max_bytes=budget * page)
-    model, views, faulty = grown.tensor.clone(), [], False
-    with ExitStack() as end:  # hypothesis may leave an example anywhere
-        end.callback(driver.heal)
-        for _ in range(data.draw(st.integers(1, 12))):
-            action = data.draw(st.sampled_from(["resize", "append", "trim", "fail"]))
-            length = data.draw(st.integers(0, max_rows))
-            try:
-                if action == "fail":
-                    driver.fail(data.draw(st.sampled_from(["create", "map", "set_access", "unmap"])), length % 4)
-                    faulty = True
-                elif action == "trim":
-                    grown.trim()
-                    if not faulty:
-                        assert grown.stats().physical_bytes == -(-len(model) * row_bytes // page) * page
-                elif action == "append":
-                    rows = random_rows(max(length - len(model), 0), model)
-                    grown.append(rows)
-                    model = torch.cat([model, rows])
-                else:
-                    grown.resize(length)
-                    new = random_rows(max(length - len(model), 0), model)
-                    grown.tensor[len(model) :] = new
-                    model = torch.cat([model[:length], new])
-            except vmmkv.OutOfPagesError:
-                assert -(-length * row_bytes // page) > budget
-            except vmmkv.DriverError:
-                assert faulty
-            faulty = faulty and bool(driver._faults)
-            assert grown.shape == grown.tensor.shape == model.shape
-            assert grown.tensor.is_contiguous()
-            assert torch.equal(grown.tensor, model)
-            assert len(grown) <= grown.capacity <= max_rows
-            assert grown.stats().physical_bytes == driver.num_pages * page <= budget * page
-            views = [view for view in views if len(view) <= len(model)] + [grown.tensor]
-            assert all(torch.equal(view, model[: len(view)]) for view in views)
-            assert len({view.data_ptr() for view in views if len(view)}) <= 1
-    grown.close()
-    assert not driver.handles
-
-
-@DEVICES
-def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
-    grown = GrowableTensor((100, 3), torch.float32, device)
-    grown.append(torch.ones(2, 3, device=device))
-    address = grown.tensor.data_ptr()
-    for error, rows in (
-        (vmmkv.ShapeError, torch.ones(2, 4, device=device)),
-        (vmmkv.ShapeError, torch.tensor(1.0, device=device)),
-        (vmmkv.ShapeError, torch.ones(99, 3, device=device)),
-        (vmmkv.DtypeError, torch.ones(2, 3, device=device, dtype=torch.float64)),
-        (vmmkv.DeviceError, torch.ones(2, 3, device="meta")),
-        (vmmkv.ArgumentError, torch.ones(2, 3, device=device).to_sparse()),
-        (vmmkv.ArgumentError, torch.ones(2, 3, device=device).to_sparse_csr()),
-        (vmmkv.ArgumentError, torch.ones(2, 3).numpy()),
-        (vmmkv.ArgumentError, [[1.0, 2.0, 3.0]]),
-    ):
-        with pytest.raises(error):
-            grown.append(rows)
-    for length in (-1, 101):
-        with pytest.raises(vmmkv.ShapeError, match="has 100"):
-            grown.resize(length)
-    assert grown.tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert grown.tensor.data_ptr() == address
-    grown.append(torch.ones(1, 3, device=device, requires_grad=True))
-    assert not grown.tensor.requires_grad
-    for shape in ((), (0, 3), (4, 0), (1 << 47,)):
-        with pytest.raises(vmmkv.LayoutError):
-            GrowableTensor(shape, device=device)
-    grown.close()
-    with pytest.raises(vmmkv.UseAfterFreeError):
-        grown.resize(3)
-
-
-def test_pages_behind_a_shrunk_tensor_wait_for_every_stream() -> None:
-    driver = StreamedDriver()
-    grown = on_driver(driver, GrowableTensor, (1 << 20,), torch.uint8, max_bytes="1MiB")
-    grown.resize(50_000)
-    driver.stream = "other"
-    grown.resize(49_999)
-    assert not driver.events, "no page was left behind"
-    grown.resize(10_000)
-    assert {stream for stream, _ in driver.events} == {"main", "other"}
-    assert not any(event.waited for _, event in driver.events)
-    assert grown.trim() == 10 * driver.page_size
-    assert all(event.waited for _, event in driver.events)
-
-
-@pytest.mark.gpu
-def test_pages_behind_a_shrunk_tensor_wait_for_their_readers() -> None:
-    grown = GrowableTensor((1 << 30,), torch.uint8, "cuda")
-    stream = torch.cuda.Stream()
-    grown.record_stream(stream)
-    grown.append(torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda"))
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(400_000_000)
-        total = grown.tensor.sum(dtype=torch.int64)
-    grown.resize(MIB)
-    assert grown.trim() == 62 * MIB
-    assert total.item() == 3 * 64 * MIB
 
 
 # ---------------------------------------------------------------------- accounts

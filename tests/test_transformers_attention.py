@@ -13,7 +13,7 @@ from generation import caches, left_padding, random_tokens, vmm_cache
 from parity import reference_kernels
 from parity.models import build
 from tiny_models import WIDE_MODELS, tiny_model
-from transformers import CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -359,22 +359,3 @@ def test_a_model_that_is_told_later_does_not_change(caplog: pytest.LogCaptureFix
     assert model.config._attn_implementation == "eager"
     model = tiny_model("llama-gqa", "vmmkv", "cpu")
     assert model.config._attn_implementation == "vmmkv"
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
-def test_masks_that_were_made_before_enter_one_graph(name: str) -> None:
-    """As `generate` hands them to what it compiles; without kernels, which would take minutes in the simulator."""
-    model = tiny_model(name, "vmmkv", "cpu")
-    tokens = random_tokens(model, 2, 12)
-    mask = left_padding(tokens)
-    lengths = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "attention_mask": mask}
-    expected = model.generate(tokens, past_key_values=DynamicCache(config=model.config), **lengths)
-    compile_config = CompileConfig(fullgraph=True, backend="eager", mode=None)
-    compile_config._compile_all_devices = True
-    torch.compiler.reset()
-    cache = vmm_cache(model.config, "cpu", compile=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        output = model.generate(tokens, past_key_values=cache, compile_config=compile_config, **lengths)
-    torch.compiler.reset()
-    assert torch.equal(output, expected)

@@ -18,18 +18,29 @@ import pytest
 import torch
 from conftest import ROUNDS, on_driver, seed_alone
 from faulty import FaultyDriver
-from generation import LENGTHS, PAGE_SIZE, caches, inside_a_graph, left_padding, random_tokens
+from generation import (
+    LENGTHS,
+    PAGE_SIZE,
+    _kernels_for_all,  # noqa: F401  # a fixture
+    _reference_kernels,  # noqa: F401  # a fixture
+    caches,
+    inside_a_graph,
+    left_padding,
+    random_tokens,
+)
 from tiny_models import DECODER, tiny_model
 from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 import vmmkv
+from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.memory.frames import LARGE
 
 MODELS = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next"]
+COMPILED = ["llama-gqa-wide", "mistral-wide", "gemma3-wide", "gemma4"]
+"""For the last there are no kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +62,7 @@ def pair(
     rows: int = 0, tokens: int = 0, config: PreTrainedConfig | None = None, **options: Any
 ) -> tuple[VmmCache, DynamicCache]:
     """A cache, and what it is compared with; four layers, four tokens of which fill a page."""
-    config = config or LlamaConfig(**DECODER)
+    config = config or LlamaConfig(**DECODER, attn_implementation="vmmkv")
     cache, reference = VmmCache(config, 400, page_size=4096, **options), DynamicCache(config=config)
     if rows:
         forward(rows, tokens, cache, reference)
@@ -81,13 +92,11 @@ def full_pages(cache: VmmCache, tokens: int) -> int:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True}], ids=str)
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> None:
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("name", [*MODELS, *COMPILED])
+def test_a_prompt_goes_on_in_copies(name: str, mode: dict) -> None:
     """The cache that was copied goes on as well; copies are copied, and end in any order."""
-    if compile and name in ("deepseek-v3", "qwen3-next"):
-        pytest.skip("made with compile=True these are refused, or tested elsewhere")
-    model = tiny_model(name, "sdpa", "cpu")
+    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
     rows = 2 * mode.get("num_beams", 1)
     prompt = random_tokens(model, rows, 45)
     mask = left_padding(prompt)
@@ -111,11 +120,11 @@ def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> Non
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3"])
-def test_copies_drop_what_was_proposed_and_refused(name: str, compile: bool) -> None:
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", *COMPILED])
+def test_copies_drop_what_was_proposed_and_refused(name: str) -> None:
     """With each crop the next tokens come to lie further in front, down to where the prompt ends."""
-    model = tiny_model(name, "sdpa", "cpu")
+    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
     prompt = random_tokens(model, 1, 9).repeat(1, 5)
     outputs = []
     for cache in caches(model, compile=compile):
@@ -207,6 +216,7 @@ def test_who_looks_at_keys_may_write_to_them() -> None:
     assert copy.deepcopy(twin).kv_caches == twin.kv_caches, "nobody looks at what is there now"
 
 
+@pytest.mark.usefixtures("kernels_for_all")
 @pytest.mark.parametrize("compile", [False, True])
 def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
     """Nothing but the next write says so, and it comes to tokens that were full pages."""
@@ -222,6 +232,7 @@ def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
     check(twin, expected)
 
 
+@pytest.mark.usefixtures("kernels_for_all")
 def test_compiled_passes_write_behind_what_is_shared() -> None:
     cache, reference = pair(2, 50, compile=True)
     for tokens in (1, 1, 7):
@@ -246,9 +257,10 @@ def compiled(cache: VmmCache, reference: DynamicCache, tokens: int) -> None:
             got = cache.update(k, v, index)
         length = layer.get_seq_length()
         for states, wanted in zip(got, (layer.keys, layer.values)):
-            assert torch.equal(states[:, :, :length], wanted)
+            assert torch.equal(states.states[:, :, :length], wanted)
 
 
+@pytest.mark.usefixtures("kernels_for_all")
 def test_what_was_reserved_is_shared_with_nobody() -> None:
     """Tokens may be dropped, and others written by hand, without a word."""
     cache, reference = pair(2, 50, compile=True)
@@ -292,12 +304,12 @@ def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4"])
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", *COMPILED])
 @pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 6}, {"num_beams": 6}], ids=str)
-def test_answers_to_one_prompt(name: str, compile: bool, mode: dict) -> None:
+def test_answers_to_one_prompt(name: str, mode: dict) -> None:
     """The model reads it once; `generate` finds it there for each beam, and each sequence that it is to return."""
-    model = tiny_model(name, "sdpa", "cpu")
+    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
     prompt = random_tokens(model, 1, 60)
     outputs, took = [], []
     for cache in caches(model, compile=compile):
@@ -331,14 +343,12 @@ def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4", "qwen3-next"])
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "qwen3-next", "llama-gqa-wide", "gemma3-wide", "gemma4"])
 @pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}], ids=str)
-def test_generate_comes_to_hold_a_prompt_once(name: str, compile: bool, mode: dict) -> None:
+def test_generate_comes_to_hold_a_prompt_once(name: str, mode: dict) -> None:
     """It repeats prompts before the model reads them: they lie apart while it does, and once from then on."""
-    if compile and name == "qwen3-next":
-        pytest.skip("made with compile=True it is refused")
-    model = tiny_model(name, "sdpa", "cpu")
+    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
     prompts, rows = random_tokens(model, 2, 90), 8
     outputs, took = [], []
     for cache in caches(model, compile=compile, lookahead=0):
@@ -400,13 +410,12 @@ def test_equal_prompts_share_and_no_others(seed: int) -> None:
         kv_cache.check()
 
 
-def test_prompts_that_there_is_no_memory_to_share_stay_apart() -> None:
-    """A fork needs a page that the prompt does not fill before it gives back its own."""
+def test_prompts_that_take_all_memory_are_shared() -> None:
     cache, reference = pair(lookahead=0, max_bytes=4 * 12 * PAGE_SIZE["cpu"])
     write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 4, 1, 1, 1) for _ in cache.layers], cache, reference)
     for _ in range(2):
         write_bits([random_bits(2, 4, 2, 1, 16) for _ in cache.layers], cache, reference)
-    assert used(cache) == 4 * 12
+    assert used(cache) == 11 + 4
 
 
 def test_a_window_of_one_token_keeps_none_to_share() -> None:
@@ -419,7 +428,7 @@ def test_a_window_of_one_token_keeps_none_to_share() -> None:
     assert torch.equal(model.generate(prompts, past_key_values=cache, do_sample=False, **LENGTHS), expected)
 
 
-@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access", "create"])
+@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
 def test_sharing_that_fails_leaves_what_was_or_is_refused(call: str) -> None:
     for skip in range(6):
         driver = FaultyDriver(open_driver("cpu", 4096))

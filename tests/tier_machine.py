@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -19,7 +19,7 @@ from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError
 from vmmkv.tier import slots
 from vmmkv.tier.copying import copies
 from vmmkv.tier.host_tier import HostTier
-from vmmkv.tier.prefixes import WINDOW
+from vmmkv.tier.prefixes import WINDOW, Page
 
 
 class HostChunk(slots.Chunk):
@@ -33,9 +33,10 @@ class HostChunk(slots.Chunk):
 
 @dataclass
 class Kept:
-    """A stored prefix: bytes of its tokens, and its priority and last use."""
+    """A stored prefix: bytes of its tokens, its pages, and its priority and last use."""
 
     tokens: list[int]
+    pages: list[tuple[int, int]]
     key: int
     rank: tuple[int, int]
 
@@ -56,7 +57,7 @@ class TierMachine(Machine):
         super().__init__(random, faults=faults)
         self.limits = [random.choice([0, 3, 20, 200, 200]) for _ in self.caches]
         size = self.pool.driver.page_size
-        self.tiers = [HostTier(cache, limit * size, 1) for cache, limit in zip(self.caches, self.limits)]
+        self.tiers = [HostTier(cache, limit * size) for cache, limit in zip(self.caches, self.limits)]
         self.away: list[list[Model]] = [[] for _ in self.caches]
         self.stored: list[dict[int, Kept]] = [{} for _ in self.caches]
         self.uses = 0
@@ -95,7 +96,8 @@ class TierMachine(Machine):
             assert stored.keys() == tier.prefixes.stored.keys()
             assert tier.used <= tier.slots.made * tier.slots.page_size <= limit * tier.slots.page_size
             kept = self.suspended_pages(tier)
-            pages = sum(each.pages for each in tier.prefixes.stored.values())
+            pages = sum(len(each.slots) for each in tier.prefixes.stored.values())
+            assert pages == sum(tier.prefixes.pages.values())
             assert kept + pages + tier.slots.leaving == tier.slots.taken
             assert len(tier.away) == len(models)
             for model in models:
@@ -105,12 +107,19 @@ class TierMachine(Machine):
         return sum(run.pages for taken in tier.away.values() for runs in taken for run in runs)
 
     def store(self, index: int, prefix: Prefix) -> None:
-        frames, priority = [array("q", each) for each in prefix.frames], self.random.randrange(4)
+        pages, priority = [*self.pages_of(prefix)], self.random.randrange(4)
         self.uses += 1
-        handle = self.tiers[index].store(frames, len(prefix.tokens), priority)
-        if handle is not None:
-            assert priority
-            self.stored[index][handle] = Kept(prefix.tokens, prefix.key, (priority, self.uses))
+        for handle in self.tiers[index].store(pages, [priority]):
+            if handle is not None:
+                there = [(each.part, each.page) for each in pages]
+                self.stored[index][handle] = Kept(prefix.tokens, there, prefix.key, (priority, self.uses))
+
+    def pages_of(self, prefix: Prefix) -> Iterator[Page]:
+        """The pages of a prefix that hold tokens, in any order."""
+        for part, frames in enumerate(prefix.frames):
+            offsets = [(frame, offset) for frame in frames for offset in range(self.pool.frames[frame]["pages"])]
+            for page, (frame, offset) in self.random.sample([*enumerate(offsets)], len(offsets)):
+                yield Page(0, part, page, frame, offset)
 
     def do_store(self, index: int) -> None:
         guest = self.guests[index]
@@ -139,7 +148,8 @@ class TierMachine(Machine):
         sequence = cache.sequence(length, key=kept.key)
         model = Model(sequence, stream, kept.key, self.byte(first))
         self.write(model, 0)
-        if tier.load(handle, sequence.ticket, first, length - first):
+        pages = [(handle, *place) for place in kept.pages]
+        if tier.load(pages, sequence.ticket, first, length - first):
             self.uses += 1
             kept.rank = kept.rank[0], self.uses
             model.tokens += kept.tokens[first:]
@@ -155,8 +165,9 @@ class TierMachine(Machine):
         if model and stored and cache.extents["shared"][model.sequence.row * len(cache.ranges)]:
             handle = self.random.choice([*stored])
             if min(len(stored[handle].tokens), len(model.tokens)) and not model.start:
+                pages = [(handle, *place) for place in stored[handle].pages]
                 with pytest.raises(ArgumentError):
-                    self.tiers[index].load(handle, model.sequence.ticket, 0, 1)
+                    self.tiers[index].load(pages, model.sequence.ticket, 0, 1)
 
     def do_drop(self, index: int) -> None:
         if self.stored[index]:

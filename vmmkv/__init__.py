@@ -40,10 +40,11 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, LayerLayout
-from .memory.pool import FramePool
+from .pool import FramePool
+from .prefix.retention import Retention, RetentionConfig
 from .publication import publish, unpublish
-from .reuse.retention import Retention, RetentionConfig
-from .rows.rows import (
+from .sequence import Sequence
+from .stats import (
     FREE_PAGE,
     KEPT_PAGE,
     LOOKAHEAD_PAGE,
@@ -51,10 +52,10 @@ from .rows.rows import (
     SHARED_PAGE,
     SURPLUS_PAGE,
     VACANT_PAGE,
-    ZERO_PAGE,
+    CacheStats,
+    CallStats,
+    FramePoolStats,
 )
-from .sequence import Sequence
-from .stats import CacheStats, CallStats, FramePoolStats
 from .tensors import ScaledKV
 
 __version__ = "0.1.0"
@@ -67,7 +68,6 @@ __all__ = [
     "SHARED_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
-    "ZERO_PAGE",
     "ArgumentError",
     "AutogradError",
     "BudgetError",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, KeysView, Mapping, Set
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ArgumentError, LayoutError, OutOfRangeError
+from .core.sequence import Sequence
+from .errors import (
+    ArgumentError,
+    DtypeError,
+    LayoutError,
+    OutOfRangeError,
+    RetentionError,
+    SequenceTooLongError,
+    ShapeError,
+)
 from .layout import KVLayout, as_index, shown, whole_number
-from .memory.pool import FramePool
-from .reuse.retention import MAX_PRIORITY, MIN_PRIORITY, is_priority
-from .sequence import Sequence, check_length, check_tokens
+from .prefix.retention import MAX_PRIORITY, MIN_PRIORITY, check_priority
 
 
 def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
@@ -61,40 +67,16 @@ def not_negative(name: str, value: object) -> int:
     return number
 
 
-def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_tail: bool) -> int:
-    """Returns the tokens to map ahead: what was asked for, or else what suits the device.
-
-    Raises:
-        LayoutError: it is no number of tokens.
-        ArgumentError: there can be none with `zero_tail`.
-    """
-    if asked is None:
-        pages = 0 if zero_tail or pool.device.type == "cpu" else 4
-        return -(-pages * pool.page_size // min(layout.record_bytes))
-    tokens = not_negative("lookahead", asked)
-    if tokens and zero_tail:
-        raise ArgumentError(
-            f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace them "
-            "waits for the GPU. Leave one of the two"
-        )
-    return tokens
-
-
-def check_priority(priority: int | None) -> None:
-    """Raises `ArgumentError` where a host's lowest priority is none."""
-    if priority is not None and not is_priority(priority):
+def check_host_priority(priority: int | None) -> None:
+    """Raises `ArgumentError` for a lowest priority of the host tier that is no priority, nor None."""
+    if priority is None:
+        return
+    try:
+        check_priority(priority, None)
+    except RetentionError:
         raise ArgumentError(
             f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
-        )
-
-
-def check_guarantee(guaranteed: float | str, pool: FramePool | None) -> None:
-    """Raises `ArgumentError` where a cache asks for a part of a pool of its own, of which all is its."""
-    if pool is None and guaranteed:
-        raise ArgumentError(
-            f"got guaranteed={guaranteed!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
-            "that it shares with others"
-        )
+        ) from None
 
 
 def check_flags(**flags: object) -> None:
@@ -104,6 +86,7 @@ def check_flags(**flags: object) -> None:
             raise ArgumentError(f"got {name}={value!r}; it is True or False")
 
 
+Ids = npt.NDArray[np.int64]
 Item = TypeVar("Item")
 
 
@@ -132,30 +115,28 @@ def row_number(row: int, max_sequences: int) -> int:
     return row
 
 
-def batch_of(cache: object, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
-    """Returns sequences of a cache, each once.
+def batch_of(cache: object, sequences: Iterable[Sequence], *, repeated: bool = False) -> list[Sequence]:
+    """Lists sequences of a cache, each once.
 
     Args:
         repeated: whether they may be named several times.
 
     Raises:
-        TypeError, ValueError: they are none, or another's, or one is named twice.
+        TypeError, ValueError: they are none, or another cache's, or one is named twice.
     """
     if isinstance(sequences, Sequence):
         raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
     try:
-        each = iter(sequences)
+        batch = list(sequences)
     except TypeError:
         raise TypeError(f"got {sequences!r}; give a list of sequences") from None
-    batch = list(each)
-    with suppress(AttributeError):  # one look at each, where nothing is wrong
-        if {sequence.cache for sequence in batch} <= {cache} and len({*batch}) == len(batch):
-            return batch
     for sequence in batch:
         if not isinstance(sequence, Sequence):
             raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
         if sequence.cache is not cache:
             raise ValueError(f"{sequence!r} belongs to another cache")
+    if len({*batch}) == len(batch):
+        return batch
     if repeated:
         return list(dict.fromkeys(batch))
     raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
@@ -207,3 +188,59 @@ def whole_numbers(
     check_tokens(int(given.min(initial=0)), name)
     check_length(int(given.max(initial=0)), limit)
     return np.full(count, given, np.int64)
+
+
+def check_length(length: int, max_seq_len: int) -> None:
+    """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
+    if length > max_seq_len:
+        raise SequenceTooLongError(
+            f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
+            "one: a longer row takes addresses, not memory"
+        )
+
+
+def check_tokens(tokens: int, name: str = "tokens") -> int:
+    """A whole number, of tokens or of what is named.
+
+    Raises:
+        ArgumentError, ValueError: it is none, or negative.
+    """
+    tokens = as_index(name, tokens)
+    if tokens < 0:
+        hint = "; to drop tokens use truncate" if name == "tokens" else ""
+        raise ValueError(f"asked for {name}={shown(tokens)}; it is at least 0{hint}")
+    return tokens
+
+
+def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
+    """Token ids as an array.
+
+    Raises:
+        ArgumentError, ShapeError, DtypeError: they are none.
+    """
+    try:
+        ids = np.asarray(token_ids_given)
+    except ValueError:
+        raise ShapeError(
+            "got token_ids that are lists of several lengths; give ids of one sequence, [tokens]"
+        ) from None
+    except TypeError as error:  # a tensor on a GPU
+        raise ArgumentError(f"got token_ids that are no array: {error}") from None
+    return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy
+
+
+def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
+    """Ids as 64-bit integers, side by side.
+
+    Raises:
+        ArgumentError: no array.
+        ShapeError: it has not one dimension.
+        DtypeError: it is not of integers, or of such as 64 bits with a sign do not hold.
+    """
+    if not isinstance(ids, np.ndarray):
+        raise ArgumentError(f"asked for the tokens of a {type(ids).__name__}; give a numpy array of token ids")
+    if ids.ndim != 1:
+        raise ShapeError(f"asked for the tokens of an array of shape {ids.shape}; give ids of one sequence, [tokens]")
+    if ids.dtype != np.int64 and (ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64)):
+        raise DtypeError(f"got token ids of {ids.dtype}; they are integers below 2**63, which int64 holds")
+    return np.ascontiguousarray(ids, np.int64)

@@ -4,80 +4,73 @@ from __future__ import annotations
 
 import html
 import os
-import warnings
-import weakref
+import threading
+from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from . import debugging, picture, snapshot
 from .arguments import (
     batch_of,
     check_flags,
-    check_guarantee,
-    check_priority,
+    check_host_priority,
+    check_length,
     check_shape,
+    check_tokens,
+    ids_of,
     indices_of,
-    lookahead_tokens,
     not_negative,
     one_of,
     row_number,
     whole_numbers,
 )
+from .budget import budget_pages, pages_within, parse_bytes
+from .core import entries
 from .core.addresses import check_address_space
-from .driver.driver import Driver, open_driver
+from .core.cache import Cache
+from .core.check import check
+from .core.pool import SLOTS_AT, TICK, Ask
+from .core.prewarming import prewarm
+from .core.reordering import reorder
+from .driver.driver import Driver, fork_error, open_driver
 from .driver.fence import Fence
-from .errors import (
-    ArgumentError,
-    BusyError,
-    DriverError,
-    LeakWarning,
-    UnsupportedError,
-    VmmkvError,
-)
+from .errors import ArgumentError, BusyError, OutOfRowsError, UnsupportedError, VmmkvError
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
-from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown
-from .memory.accounts import Account
-from .memory.budget import budget_pages, pages_within
-from .memory.monitor import Steps, bookkeeping, is_own, operation, stepwise
-from .memory.owner import Owner, check_pool_alone, owners
-from .memory.pool import FramePool
-from .picture import draw_cache
-from .reuse.host_tier import HostTier
-from .reuse.node import Ids
-from .reuse.prefixes import Prefixes, ids_of
-from .reuse.states import messages_of
-from .reuse.telling import Key, check_log
-from .reuse.transfer import Head, Peer
-from .rows.books import Rules
-from .rows.rows import Rows
-from .rows.scales import SequenceScales
-from .sequence import Sequence, check_length, check_reusable, check_tokens
-from .snapshot import mapped_ranges, snapshot
-from .space.mapper import Mapper
-from .starting import Found, Starting
+from .pool import FramePool, check_pool_alone
+from .prefix.names import tenant_key
+from .prefix.prefixes import Prefixes
+from .prefix.retention import Retention
+from .scales import SequenceScales
+from .sequence import Sequence, check_reusable, closed_cache
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
+from .tier.host_tier import HostTier
+from .transferring import NO_IDS, receive
 
 Ints = npt.NDArray[np.int64]
+_making = threading.Lock()
+
+LOOKAHEAD_PAGES = 4
+"""Pages of tokens mapped ahead by default, on a GPU."""
 
 
-class KVCache(Owner):
+class KVCache(Cache):
     """K and V of many sequences, each in one contiguous row of virtual memory.
 
-    All methods may be called from several threads; a single sequence may be used by one thread at a time. An
-    interruption (Ctrl-C) in the middle of a method leaves the cache as it was before or after the call, or unusable
-    (`InterruptedChangeError`) if it is unknown whether the driver has made or released a page. A finalizer, or a signal
-    handler, that runs in the middle of an operation may free sequences. All other calls raise `BusyError`, except calls
-    that need no page while a driver call is in progress; other threads do not wait for that driver call either. After
-    `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
+    All methods may be called from several threads; a single sequence may be used by one thread at a time. A finalizer,
+    or a signal handler, that runs in the middle of an operation may free sequences; what needs a page then raises
+    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
 
     Args:
         layout: the shape of a token.
@@ -85,36 +78,27 @@ class KVCache(Owner):
         max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
             default) or `0.8`. Memory is allocated as sequences grow, not before.
-        max_tokens: the budget in tokens, instead of `max_bytes`: that many always fit, in whatever sequences. (Two
-            things are not counted: the page of each range in which a sequence begins after `release_before`, and the
-            pages that a truncated sequence keeps with `zero_tail`.)
+        max_tokens: the budget in tokens, instead of `max_bytes`: that many always fit, in whatever sequences. (The
+            page of each range in which a sequence begins after `release_before` is not counted.)
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
             GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
-        scrub: zero pages before another sequence can read them; one memset per extension onto new pages.
-        zero_tail: let kernels read a live row that holds tokens to its very end, as stock attention under a mask
-            does: one read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
-            zeroed before (it implies `scrub`). Only pages given back by `release_before` still fault. It is slower:
-            a row's tail costs driver calls for each of its pages once, and growing onto a page, or taking one
-            from a live row, waits for the GPU; neither can be done in a stream capture. Streams that read a
-            row must be named with `Sequence.record_stream`, even if a mask hides the tokens that they read.
+        scrub: fill pages with zeros before another sequence can read them; one memset for each growth onto new pages.
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
         pool: physical memory shared with other caches, instead of `device` and `page_size`. Without one the
             cache makes one of `max_bytes` for itself. With one, `max_bytes` is the most of it that this cache may have;
             None is all that others do not use.
-        guaranteed: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+        reserved: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
             While unused, other caches may use them for parked rows and cached prefixes, never for live tokens.
         lookahead: tokens for which a background thread maps pages behind each sequence's end before it needs them,
-            from idle memory. None is four pages of tokens on a GPU, and no thread on host memory; 0 is no thread. Not
-            with `zero_tail`.
+            from idle memory. None is four pages of tokens on a GPU, and no thread on host memory; 0 is no thread.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
             end. They count as used. Their contents are undefined: a kernel that multiplies them by zero, as
             FlashAttention-3 does, needs finite numbers there (set `scrub` if the pool may have held NaN before).
         large_frames: put prompts, and sequences that are expected to be long, on pieces of 16 pages, which the driver
             makes and maps as fast as one page. Set it to False with sliding windows (`release_before`), where pages in
-            front could not be given back one by one. Never used with `zero_tail` or `max_tokens`, which are exact to
-            the page.
+            front could not be given back one by one. Never used with `max_tokens`, which is exact to the page.
         host_bytes: host memory, pinned where there is a GPU, for suspended sequences and evicted prefixes: bytes,
             `"20GiB"`, or a share of the host's memory. Host memory is allocated on demand.
         host_priority: the lowest priority (`Retention`) of evicted pages that are copied to the host; None copies
@@ -127,12 +111,23 @@ class KVCache(Owner):
         LayoutError: the geometry takes more than 100 TiB of addresses, or, with `int32_strides`, strides beyond 32
             bits; or a number of tokens, sequences or bytes of a page cannot be.
         BudgetError: the budget is no size, below one page, or larger than the device, or both budgets are given; or the
-            pool cannot guarantee that much.
+            pool cannot reserve that much.
         DeviceError: there is no such device.
-        DriverError, StreamCaptureError: the driver could not reserve the addresses; or a page of zeros, or scales of
-            whole sequences, could not be made, for example while a CUDA graph is captured.
+        DriverError: the driver could not reserve the addresses.
         ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
     """
+
+    kind = Sequence
+    pool: FramePool
+    """The physical memory that it lies on."""
+    prefixes: Prefixes | None = None
+    """The cached prefixes, once a sequence was started with `token_ids`."""
+    event_log: EventLog | None = None
+    """What records which prefixes can be found, if anything does."""
+    host_tier: HostTier | None = None
+    """Host memory for suspended sequences and evicted prefixes, if the cache has any."""
+    scales: SequenceScales | None = None
+    """Those of whole sequences, if the layout has them."""
 
     def __init__(
         self,
@@ -145,10 +140,9 @@ class KVCache(Owner):
         device: str | torch.device | None = None,
         page_size: int | None = None,
         scrub: bool = False,
-        zero_tail: bool = False,
         int32_strides: bool = False,
         pool: FramePool | None = None,
-        guaranteed: float | str = 0,
+        reserved: float | str = 0,
         lookahead: int | None = None,
         overread: int = 0,
         large_frames: bool = True,
@@ -158,119 +152,90 @@ class KVCache(Owner):
     ) -> None:
         if event_log is not None:
             check_log(event_log)
-        check_priority(host_priority)
-        check_flags(scrub=scrub, zero_tail=zero_tail, int32_strides=int32_strides, large_frames=large_frames)
+        check_host_priority(host_priority)
+        check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
-        check_pool_alone(pool, device=device, page_size=page_size)
-        check_guarantee(guaranteed, pool)
-        self.layout = layout
-        self.max_sequences = max_sequences
-        self.max_seq_len = max_seq_len
         overread = not_negative("overread", overread)
-        owns_pool = pool is None
+        _check_reserved(pool, reserved)
+        check_pool_alone(pool, device=device, page_size=page_size)
+        self.owns_pool = pool is None
         memory = open_driver(device, page_size) if pool is None else pool
-        pool, limit = self._pool_on(memory, max_bytes, max_tokens, zero_tail, overread)
-        super().__init__(pool, owns_pool)
-        rules = Rules(
+        pool, limit = _pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+        row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
+        check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
+        self.lookahead = _lookahead(lookahead, layout, pool)
+        self.layout = layout
+        super().__init__(
+            pool,
+            layout.record_bytes,
+            max_sequences,
             max_seq_len,
-            scrub=scrub,
-            zero_tail=zero_tail,
-            lookahead=lookahead_tokens(lookahead, layout, pool, zero_tail),
+            limit=limit,
+            reserved=pages_within(pool, reserved, name="reserved") if reserved else 0,
+            lookahead=self.lookahead,
             overread=overread,
-            large=large_frames and not zero_tail and max_tokens is None,
-            poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
+            large=large_frames and max_tokens is None,
+            scrub=scrub,
         )
-        self._rows = self._open_rows(rules, self._row_bytes(overread), limit, guaranteed)
-        self._ranges, self._views = self._exported()
-        self._scales = self._scale_views()
+        self.is_open = True
+        self.account_name = pool.name(self)
+        self.host_tier = HostTier(proxy(self), _host_bytes(host_bytes), host_priority) if host_bytes else None
+        self._export()
+        self.prompt_tokens = self.cached_tokens = 0
+        """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.event_log = event_log
-        """What is told which prefixes can be found, if anything is."""
-        self._host_tier = (
-            HostTier(self._rows, self._ranges, host_bytes, host_priority, event_log) if host_bytes else None
-        )
-        self._starting = Starting(self._rows, self._host_tier.prefixes if self._host_tier else None, event_log)
-        self._leaks: list[str] = []
-        """With debugging: what lived when it was closed."""
-        self._unclosed = weakref.finalize(self, _tell_leaks, self._rows, os.getpid()) if pool.is_debugged else None
-        """With debugging: tells what lives where nobody closes it, also at the end of the process."""
-        owners.add(self)
-        if event_log:
-            on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
-            self._begin_telling(event_log, pool.accounts.limit_of(self._rows.account), on_host)
+        if event_log is not None:
+            self.prefixes = Prefixes(proxy(self), events=event_log.max_events, tier=self.host_tier)
+            pages = min(int(pool.accounts[self.account]["limit"]), pool.limit_pages)
+            event_log.follow(
+                self.prefixes.ring, pages * self.page_size // (sum(layout.record_bytes) * event_log.block_size)
+            )
 
-    def _pool_on(
-        self,
-        memory: Driver | FramePool,
-        max_bytes: float | str | None,
-        max_tokens: int | None,
-        zero_tail: bool,
-        overread: int,
-    ) -> tuple[FramePool, int | None]:
-        """Returns the pool that the cache lies on, its own on a driver or the given one, and the most pages that it may
-        have of a given one. Raises what `budget_pages` raises."""
-        if max_bytes is None and max_tokens is None:
-            if isinstance(memory, FramePool):
-                return memory, None
-            max_bytes = "80%"
-        pages = budget_pages(memory, self.layout, self.max_sequences, max_bytes, max_tokens, zero_tail, overread)
-        if isinstance(memory, FramePool):
-            return memory, pages
-        return FramePool.on(memory, pages * memory.page_size), None
-
-    def _row_bytes(self, overread: int) -> list[int]:
-        """Of a row in each range. Raises `LayoutError` where all rows together take too many addresses."""
-        size, tokens = self.page_size, self.max_seq_len + overread
-        row_bytes = [-(-tokens * record // size) * size for record in self.layout.record_bytes]
-        asked = f"max_sequences={self.max_sequences} x max_seq_len={self.max_seq_len}"
-        check_address_space(sum(row_bytes) * self.max_sequences, asked)
-        return row_bytes
-
-    @operation
-    def _open_rows(self, rules: Rules, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
-        """Makes the rows, with addresses, and an account."""
-        pool = self.pool
-        pool.collect()
-        if rules.lookahead and pool.mapper is None:
-            pool.mapper = Mapper(pool)
-        if pool.is_debugged:
-            watch(pool)
-        pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
-        ranges, scales = zip(row_bytes, self.layout.record_bytes), None
-        if self.layout.scales == "sequence_head":
-            scales = SequenceScales(pool.driver, self.layout, self.max_sequences)
-        return Rows(pool, Account(limit, pages), self.max_sequences, ranges, rules, scales)
-
-    def _exported(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """All ranges as tensors, and what `kv` returns of them."""
-        arenas = [arena for arena, _ in self._rows.ranges]
+    def _export(self) -> None:
+        """Makes tensors of the ranges, and views of K and V."""
+        size = self.page_size
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-            exported = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
-            ranges = [flat.view(self.layout.dtype) for flat in exported]
-            return ranges, kv_views(ranges, self.layout, self.max_sequences, self.max_seq_len)
+            self._ranges = [
+                export_range(
+                    int(part["address"]),
+                    self.max_sequences * int(part["row_pages"]) * size,
+                    self.device,
+                    owner=self.owner(),
+                ).view(self.layout.dtype)
+                for part in self.ranges
+            ]
+            shape = self.layout, self.max_sequences, self.max_seq_len
+            self._views = kv_views(self._ranges, *shape)
+            self._scales = scale_views(self._ranges, *shape) if self.layout.scales == "token_head" else []
+            if self.layout.scales == "sequence_head":
+                self.scales = SequenceScales(self.pool.driver, self.layout, self.max_sequences)
+                self._scales = repeated_scales(self.scales.rows, self.layout, self.max_seq_len)
 
-    def _scale_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The scales that `scaled_kv` returns."""
-        with torch.inference_mode(False):  # as above
-            if self._rows.scales:
-                return repeated_scales(self._rows.scales.rows, self.layout, self.max_seq_len)
-            if self.layout.scales is None:
-                return []
-            return scale_views(self._ranges, self.layout, self.max_sequences, self.max_seq_len)
-
-    def _begin_telling(self, event_log: EventLog, pages: int, host_bytes: int) -> None:
-        """Has a log say how many blocks there can be on the device and on the host, and end with the cache."""
-        block = sum(self.layout.record_bytes) * event_log.block_size
-        event_log.created(pages * self.page_size // block, host_bytes // block)
-        weakref.finalize(self, _end, event_log).atexit = False
-
-    # ------------------------------------------------------------------ sequences
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self.pool.driver.device
 
     @property
     def page_size(self) -> int:
         """Bytes of a page."""
-        return self._driver.page_size
+        return self.pool.driver.page_size
 
-    def sequence(
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
+
+        Raises:
+            UseAfterFreeError: it was closed.
+            ForkError: it belongs to another process.
+        """
+        if self.pool.word("dead"):
+            raise fork_error()
+        if not self.is_open:
+            raise closed_cache()
+
+    # ------------------------------------------------------------------ sequences
+
+    def sequence(  # type: ignore[override]
         self,
         tokens: int = 0,
         *,
@@ -293,11 +258,9 @@ class KVCache(Owner):
             tokens: initial length. The pages are available on return; a parked row of similar size is reused if there
                 is one.
             token_ids: instead of `tokens`: the ids of the first tokens, `[tokens]` whole numbers below 2**63; None
-                looks nothing up, and then nothing can be committed. The first
-                `Sequence.cached_tokens` of them hold K and V already, from earlier calls of `Sequence.commit`. If a
-                sequence that has ended left a row with all cached tokens, that row is used; otherwise pages are shared,
-                and copied where they hold other tokens as well, are not full, or few of many are needed. The last
-                token is never among them: the pass that computes it gives the next one.
+                looks nothing up, and then nothing can be committed. The first `Sequence.cached_tokens` of them hold K
+                and V already, from earlier calls of `Sequence.commit`. The last token is never among them: the pass
+                that computes it gives the next one.
             salt: text, bytes, or a whole number of at most 128 bits; prefixes cached under one salt are never found
                 under another. `1` and `"1"` are two salts; `True` and `1.0` are refused.
             adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does. The same types.
@@ -307,76 +270,71 @@ class KVCache(Owner):
             expected_tokens: the total length that it will soon have, if tokens come in chunks: the parked row that fits
                 it best is chosen, and pages reserved for it are given to other sequences last. With a lookahead the
                 mapper maps them ahead, from idle memory; this call does not wait for that.
-            tenant: who the sequence belongs to. Bytes written by one tenant's sequences can never be read from the rows
-                of another: rows are not adopted across tenants, and pages are zeroed in between. None is a tenant like
-                any other. The same types as `salt`.
+            tenant: the user that the sequence belongs to. Bytes written by one tenant's sequences can never be read
+                from the rows of another: rows are not adopted across tenants, and pages are filled in between. None is
+                a tenant like any other: text, bytes, or a whole number of at most 128 bits.
             row: use this row index, e.g. to keep a batch in adjacent rows; None picks one.
 
         Raises:
-            ArgumentError, ValueError: an argument has the wrong type, is negative, or conflicts with another; or the
-                cache has an event log, which cannot express these ids, salt, adapter or tenant.
+            ArgumentError, ValueError: an argument has the wrong type, is negative, or conflicts with another.
             ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
-            UnsupportedError: `token_ids` with `zero_tail`, or with scales of whole sequences.
-            StreamCaptureError: a CUDA graph is being captured, and the layout has such scales, or pages have to be
-                zeroed or copied.
+            UnsupportedError: `token_ids` with scales of whole sequences.
+            StreamCaptureError: a CUDA graph is being captured, and pages have to be filled or copied.
             OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
-        ids = None
-        check_flags(reuse=reuse, whole=whole)
         if row is not None:
             row = row_number(row, self.max_sequences)
+        check_flags(reuse=reuse, whole=whole)
+        tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
         if token_ids is not None:
-            ids = ids_of(token_ids)
+            ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
             tokens = self._check_ids(ids, tokens, row)
+            if reuse:
+                check_length(max(tokens, expected), self.max_seq_len)
+                return self._reusing(ids, names, whole, expected)
+            tokens = tokens if whole else 0
         elif not whole:
             raise ArgumentError("got whole=False without token_ids; extend() a sequence that begins without tokens")
         elif salt is not None or adapter is not None:
             name, value = ("adapter", adapter) if salt is None else ("salt", salt)
-            raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is known of these")
-        salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
-        tokens, expected_tokens = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
-        check_length(max(tokens, expected_tokens), self.max_seq_len)
-        if ids is None or not reuse:
-            tokens = tokens if whole else 0
-            sequence = None if tokens or row is not None else self._sequence_at_once(expected_tokens, tenant)
-            return sequence or self._sequence(tokens, expected_tokens, tenant, row)
-        if self.event_log:
-            check_ids(ids)
-            told_names(salt, adapter, tenant)
-        asked = ids, salt, adapter, whole, expected_tokens, tenant
-        begun = self._sequence_of_at_once(*asked)
-        return begun if isinstance(begun, Sequence) else self._sequence_of(*asked, begun)
+            raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is cached of these")
+        check_length(max(tokens, expected), self.max_seq_len)
+        return self._begun(self.start(tokens, expected=expected, key=tenant_key(tenant), row=row))
 
-    def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
-        """How many tokens these are, where they can be reused."""
+    def _check_ids(self, ids: Ints, tokens: int, row: int | None) -> int:
+        """The number of these ids, if a sequence can begin with them."""
         check_reusable(self.layout)
         if tokens:
             raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
         if row is not None:
             raise ArgumentError(f"got row={row} and token_ids, which may lie in another row; give one of them")
-        if self._rows.rules.zero_tail:
-            raise UnsupportedError(
-                "asked for token_ids with zero_tail, which promises zeros behind sequences; make the cache without it"
-            )
         return len(ids)
 
-    def _key(self, salt: Name, adapter: Name, tenant: Name) -> Key:
-        """What K and V depend on beside token ids."""
-        return Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+    def _reusing(self, ids: Ints, names: tuple[Name, Name, Name], whole: bool, expected: int) -> Sequence:
+        """Starts a sequence that begins with the cached tokens of these ids."""
+        self._check_told(ids)
+        if self.event_log is not None:
+            told_names(*names)
+        with _making:
+            if self.prefixes is None:
+                self.prefixes = Prefixes(proxy(self), tier=self.host_tier)
+        with self.pool.nvtx.hit:
+            found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
+        sequence = self._begun(found)
+        sequence.cached_tokens = cached
+        count = len(ids)
+        for each in (self, self.pool):
+            each.prompt_tokens += count
+            each.cached_tokens += cached
+        return sequence
 
-    @bookkeeping
-    def _sequence_at_once(self, expected_tokens: int, tenant: Name) -> Sequence | None:
-        """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
-        return self._starting.take_at_once(self, expected_tokens, self.pool.tenant_number(tenant))
-
-    @stepwise
-    def _sequence(self, tokens: int, expected_tokens: int, tenant: Name, row: int | None) -> Steps[Sequence]:
-        self._rows.release_abandoned()
-        whose = self.pool.tenant_number(tenant)
-        return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
+    def _check_told(self, ids: Ints) -> None:
+        """Raises `ArgumentError` for ids that routers cannot be told, if there is an event log."""
+        if self.event_log is not None:
+            check_ids(ids)
 
     def shared_pages(
         self,
@@ -390,49 +348,71 @@ class KVCache(Owner):
         """The number of pages that a sequence of these tokens would share with live ones if it began now: it takes that
         many fewer of `available_pages`. Arguments and their errors are as in `sequence`.
         """
-        ids = ids_of(token_ids)
-        salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
-        expected_tokens = check_tokens(expected_tokens, "expected_tokens")
-        check_length(expected_tokens, self.max_seq_len)
-        return self._shared_pages(ids, salt, adapter, expected_tokens, tenant)
+        self.check_usable()
+        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
+        ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
+        return self.prefixes.shared_pages(ids, self.prefixes.key(*names)) if self.prefixes else 0
 
-    @bookkeeping
-    def _shared_pages(self, ids: Ids, salt: Name, adapter: Name, expected: int, tenant: Name) -> int:
-        self._rows.release_collected()
-        keeper, key = self._rows.keeping.keeper, self._key(salt, adapter, tenant)
-        return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
+    def commit(self, sequence: Sequence, ids: Ints, retention: Iterable[Retention]) -> None:
+        """Publishes K and V of a sequence's first tokens: see `Sequence.commit`."""
+        check_reusable(self.layout)
+        if self.prefixes is None:
+            raise ArgumentError(f"{sequence!r} was started without token_ids, or not for reuse")
+        self._check_told(ids)
+        self.prefixes.commit(sequence, ids, retention)
 
-    def host_tier(self) -> HostTier:
-        """The host tier, which holds suspended sequences and evicted prefixes.
+    def tier(self) -> HostTier:
+        """The host tier, which holds suspended sequences.
 
         Raises:
-            ArgumentError: it was made without one.
+            ArgumentError: the cache was made without one.
         """
-        if self._host_tier is None:
+        if self.host_tier is None:
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
-        return self._host_tier
+        return self.host_tier
 
-    @bookkeeping
-    def _sequence_of_at_once(
-        self, ids: Ids, salt: Name, adapter: Name, whole: bool, expected: int, tenant: Name
-    ) -> Sequence | Found | None:
-        """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
-        key = self._key(salt, adapter, tenant)
-        return self._starting.begin_at_once(self, key, ids, whole, expected)
+    def _begun(self, sequence: Any) -> Sequence:
+        """Notes where a sequence was started, with debugging."""
+        if self.pool.is_debugged:
+            sequence.origin = debugging.caller()
+        if self.scales:
+            try:
+                self.scales.reset(sequence.row)
+            except BaseException:
+                super().free((sequence,))
+                raise
+        return sequence  # type: ignore[no-any-return]
 
-    @operation
-    def _sequence_of(
-        self,
-        ids: Ids,
-        salt: Name,
-        adapter: Name,
-        whole: bool,
-        expected: int,
-        tenant: Name,
-        found: Found | None,
-    ) -> Sequence:
-        key = self._key(salt, adapter, tenant)
-        return self._starting.begin(self, key, ids, whole, expected, found)
+    def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
+        """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
+
+        Args:
+            sequence: a live sequence of this cache.
+            count: how many to start, 0 or more.
+
+        Raises:
+            OutOfRowsError: there are fewer rows left than that.
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
+            TypeError, ValueError: it is no sequence of this cache, or no such number.
+        """
+        (parent,) = batch_of(self, [sequence])
+        left = self.max_sequences - int(self.state[0]["live"])
+        if check_tokens(count, "count") > left:
+            raise OutOfRowsError(f"asked for {count} sequences; {left} of max_sequences={self.max_sequences} are left")
+        children: list[Any] = []
+        try:
+            with self.pool.nvtx.fork:
+                for _ in range(count):
+                    children.append(self._begun(self.share(parent, parent.length)))
+                    if self.prefixes:
+                        self.prefixes.inherit(children[-1], parent)
+                if self.scales:
+                    self.scales.copy({child.row: parent.row for child in children})
+        except BaseException:
+            with suppress(VmmkvError):  # else they are freed when they are collected
+                super().free(children)
+            raise
+        return children
 
     def receive(
         self,
@@ -468,84 +448,32 @@ class KVCache(Owner):
             StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
         """
         check_flags(reuse=reuse)
-        tenant = name_of("tenant", tenant)
-        peer = Peer(rank, group, self.device)
-        self._check_no_capture()
-        head = peer.listen()
-        with peer.told():
-            head.check(self.layout)
-            sequence = self._sequence_for(head, expected_tokens, tenant, reuse)
-        first = max(head.start, sequence.cached_tokens)
-        try:
-            peer.accept(first)
-            with self.pool.nvtx.receive:
-                peer.receive(messages_of(self._rows, self._ranges, sequence.index, first, head.length))
-            if sequence.key is not None and len(head.ids):
-                with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
-                    sequence.commit(head.ids)
-        except BaseException:
-            self._starting.abandon([sequence])
-            raise
-        return sequence
+        return receive(self, rank, group, expected_tokens, name_of("tenant", tenant), reuse)
 
-    @bookkeeping
-    def _check_no_capture(self) -> None:
-        """Raises `StreamCaptureError` where nothing can be received."""
-        Fence.after(self._driver, [self._driver.current_stream()])
-
-    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Name, reuse: bool) -> Sequence:
-        """A sequence with room for another process's, which begins with what is known of it."""
-        expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
-        if reuse and head.key and not self._rows.rules.zero_tail:
-            salt, adapter = head.key
-            sequence = self.sequence(
-                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
-            )
-        else:
-            tokens = 0 if head.start else head.length
-            sequence = self.sequence(tokens, expected_tokens=expected, tenant=tenant)
-        if missing := head.length - sequence.length:
-            try:
-                starts = [head.start] if head.start else None
-                self.extend([sequence], missing, starts=starts)
-            except BaseException:
-                self._starting.abandon([sequence])
-                raise
-        return sequence
-
-    def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
-        """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
-
-        Args:
-            sequence: a live sequence of this cache.
-            count: how many to start, 0 or more.
+    def order_behind(self, sequence: Sequence) -> None:
+        """Has the current stream wait for all work on a sequence so far.
 
         Raises:
-            OutOfRowsError: there are fewer rows left than that.
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
-            TypeError, ValueError: it is no sequence of this cache, or no such number.
+            StreamCaptureError, UseAfterFreeError: nothing has changed.
         """
-        (parent,) = batch_of(self, [sequence])
-        return self._fork(parent, check_tokens(count, "count"))
+        ask = Ask()
+        code = entries.fence(self.address, sequence.ticket, ask.address)
+        if code < 0:
+            raise self.error(code, ask)
+        fence = Fence(self.pool.driver, ask.words[SLOTS_AT], ask.words[TICK])
+        fence.order(self.pool.driver.current_stream())
 
-    @operation
-    def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
-        self._rows.release_abandoned()
-        with self.pool.nvtx.fork:
-            return self._starting.fork(self, parent, count)
+    def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
+        """Salt and adapter that a sequence's tokens may be cached under, if any, and the ids that were committed."""
+        return self.prefixes.known(sequence) if self.prefixes else (None, NO_IDS)
 
-    def reorder(
-        self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True, copy: bool = True
-    ) -> None:
+    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
         """Gives sequence i the tokens of sequence `indices[i]`, as in beam search: rows and their addresses stay. All
         sequences change or none.
 
         Pages that two rows share already are neither copied nor mapped, so forked beams copy only what lies behind the
-        fork. For the rest, copying a page is weighted 1, mapping a shared frame 35 (44 if it must be created first);
-        the cheaper is chosen. Repeated copies add up: once they have cost as much as sharing, full pages are shared, if
-        the source keeps its tokens. A sequence without tokens becomes a fork. Sequences that take each other's place in
-        a circle are only copied. Pages that other sequences share are never written to: a sequence that has to write
-        there gets pages of its own first, or shares the source's.
+        fork. A sequence without tokens becomes a fork. Pages that other sequences share are never written to: a
+        sequence that has to write there gets pages of its own first.
 
         It is done in the order of the current stream, behind all work on the sequences so far; later work on their own
         streams, and on those named with `record_stream`, waits for it.
@@ -553,51 +481,39 @@ class KVCache(Owner):
         Args:
             sequences: live sequences of this cache, each once.
             indices: one index into `sequences` for each of them; an index may be repeated.
-            share: whether pages may be shared. False copies everything, so that tokens may be written over afterwards.
-            copy: whether full pages may be copied where they could be shared. False shares them at once, whatever that
-                costs: for sequences that hold the same tokens already, or will for long.
 
         Raises:
-            ArgumentError: neither `share` nor `copy`.
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
             StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
-                cases; but sequences of a circle may have copies of what they shared where the device has less memory
-                than the budget, or where what is known of their tokens takes the pages that were missing.
+                cases; but sequences of a circle may have copies of what they shared.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
             UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
                 tokens would come to another tenant. Nothing has changed, but that sequences of a circle may have copies
-                of what they shared, if pages in front of a start gave way to them.
+                of what they shared.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
                 whole numbers, or not one for each sequence.
         """
         batch = batch_of(self, sequences)
-        check_flags(share=share, copy=copy)
-        if not (share or copy):
-            raise ArgumentError(
-                "asked for share=False and copy=False; what another sequence holds comes by one of the two"
-            )
-        self._reorder(batch, indices_of(indices, len(batch)), share, copy)
+        chosen = indices_of(indices, len(batch))
+        with self.pool.nvtx.reorder:
+            reorder(self, batch, chosen)
+            if self.scales:
+                self.scales.copy({each.row: batch[index].row for each, index in zip(batch, chosen)})
+                self._order(batch)
+        if self.prefixes:
+            self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
-    @operation
-    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool, copy: bool) -> None:
-        self._rows.release_abandoned()
-        rows, keys = [sequence.row for sequence in batch], [sequence.key for sequence in batch]
-        changing = [(sequence, keys[index]) for sequence, index in zip(batch, indices) if sequence.key != keys[index]]
-        for sequence, _ in changing:
-            sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
-        try:
-            with self.pool.nvtx.reorder:
-                self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
-        except VmmkvError as error:
-            for sequence, key in zip(batch, keys) if is_own(error) else ():
-                sequence.key = key
-            raise
-        for sequence, key in changing:
-            sequence.key = key
-        self._rows.ring()
+    def _order(self, batch: Iterable[Any]) -> None:
+        """Has the streams of sequences wait for the current stream."""
+        driver = self.pool.driver
+        fence = Fence.after(driver, [driver.current_stream()])
+        slots = int(np.bitwise_or.reduce([self.rows["streams"][each.row] for each in batch]))
+        for slot in range(slots.bit_length()):
+            if slots >> slot & 1:
+                fence.order(driver.slot_streams[slot])
 
     def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
         """Makes tokens from `start` on safe to write over: pages shared with other sequences are copied, and these
@@ -606,33 +522,28 @@ class KVCache(Owner):
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies after a
-                `DriverError`, where the device has less memory than the budget, or where what is known of their tokens
-                takes the pages that were missing.
+                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
         batch, start = batch_of(self, sequences), check_tokens(start, "start")
-        self._unshare(batch, start)
-
-    @operation
-    def _unshare(self, batch: list[Sequence], start: int) -> None:
-        self._rows.release_abandoned()
-        rows = [sequence.row for sequence in batch]
-        for sequence, row in zip(batch, rows):
-            if start > self._rows.table.length[row]:
+        for sequence in batch:
+            if start > sequence.length:
                 raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
-        self._rows.unshare(rows, start)
-        self._rows.ring()
+        for sequence in batch:
+            self.part(sequence.ticket, start)
+            if self.prefixes:
+                self.prefixes.forget(sequence, start)
 
-    def extend(
+    def extend(  # type: ignore[override]
         self,
         sequences: Iterable[Sequence],
         tokens: int | Collection[int] | npt.NDArray[np.integer[Any]],
         *,
         starts: Collection[int] | None = None,
     ) -> None:
-        """Makes room for more tokens in many sequences: all of them or none.
+        """Makes room for more tokens in many sequences: all of them or none. `batch()` makes a handle for sequences
+        that grow together step by step.
 
         Args:
             sequences: live sequences of this cache, each once.
@@ -648,77 +559,33 @@ class KVCache(Owner):
                 for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
         batch = batch_of(self, sequences)
-        counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
+        counts = tokens if type(tokens) is int else whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
         begins = None if starts is None else whole_numbers("starts", starts, len(batch), self.max_seq_len)
-        index, numbers = _rows_of(batch)
-        if begins is not None or not self._grow_within(index, numbers, counts):
-            self._extend(batch, index, numbers, counts, begins)
-
-    def _grow_within(self, index: Ints, numbers: Ints, counts: Ints) -> bool:
-        """Writes down new lengths of rows, if none needs a page and all are those of sequences with these numbers."""
-        table, monitor = self._rows.table, self.pool.monitor
-        monitor.check_outside("extend")
-        with monitor.inside, monitor.lock:
-            lengths = table.lengths[index] + counts
-            alive = table.owners[index] == numbers
-            within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
-            if within:
-                alarming = lengths > table.alerts[index]
-                if alarming.any():
-                    table.stirred.update(dict.fromkeys(index[alarming].tolist()))
-                    urgent = (
-                        lengths + counts > table.capacities[index] - table.urgent
-                    )  # the next step, if it is as long
-                    if self.pool.mapper and bool(urgent.any()):
-                        self.pool.mapper.ring_later()
-                table.lengths[index] = lengths
-        return within
-
-    @stepwise
-    def _extend(
-        self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints, starts: Ints | None
-    ) -> Steps[None]:
-        self._rows.release_abandoned()
-        index = self._live(batch, index, numbers)
-        before = self._rows.table.lengths[index]
-        if starts is not None and (before.any() or (starts > counts).any()):
+        if begins is not None and (any(each.length for each in batch) or (begins > counts).any()):
             raise ValueError(
-                f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
-                "tokens, and none is behind its sequence's end. Others have release_before"
+                f"asked for starts={begins.tolist()} of tokens={tokens}; they are for sequences without tokens, and "
+                "none is behind its sequence's end. Others have release_before"
             )
-        lengths = before + counts
-        check_length(int(lengths.max(initial=0)), self.max_seq_len)
-        yield from self._rows.grow(index, lengths, starts)
-        self._rows.ring()
+        super().extend(batch, counts, starts=begins)
 
-    def _live(self, batch: list[Sequence], index: Ints, numbers: Ints) -> Ints:
-        """The rows of live sequences, which have these rows and numbers; raises what forbids the use of one."""
-        table = self._rows.table
-        if table.suspended or (table.owners[index] != numbers).any():
-            return np.array([sequence.row for sequence in batch], np.int64)
-        return index
+    def grow(
+        self, tickets: int, count: int, each: int, counts: array[int] | None = None, starts: array[int] | None = None
+    ) -> None:
+        """`extend` where pages may have to be mapped."""
+        with self.pool.nvtx.growth:
+            super().grow(tickets, count, each, counts, starts)
 
-    def free(self, sequences: Iterable[Sequence]) -> None:
+    def free(self, sequences: Iterable[Sequence]) -> None:  # type: ignore[override]
         """Ends sequences; one fence serves all of them. Sequences that were freed already are ignored.
-
-        If this is called in the middle of another operation of the same thread (by a finalizer, say), the next
-        operation does it.
 
         Raises:
             StreamCaptureError: a CUDA graph is being captured, on the current stream or on one that the sequences were
                 used on; nothing was freed.
             TypeError, ValueError: something is not a sequence, or belongs to another cache; nothing was freed.
         """
-        batch = batch_of(self, sequences, repeated=True)
-        if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
-            self._starting.abandon(batch)
-        elif not self._unusable:
-            self._free(batch)
-
-    @bookkeeping
-    def _free(self, batch: list[Sequence]) -> None:
-        self._rows.release((sequence.index, sequence.number) for sequence in batch)
-        self._starting.forget(batch)
+        ended = batch_of(self, sequences, repeated=True)
+        if not self.pool.word("dead"):  # in a forked child they are the parent's
+            super().free(ended)
 
     # ------------------------------------------------------------------ memory
 
@@ -726,7 +593,7 @@ class KVCache(Owner):
         """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
 
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
-        GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
+        GPU's context.
 
         So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
         the process. `Sequence.k` and `v` are as long as their sequence. The storage of any of these views is the whole
@@ -813,46 +680,47 @@ class KVCache(Owner):
         self.check_usable()
         return one_of(self._ranges, index, "range")
 
-    @operation
     def prewarm(self, max_bytes: float | str | None = None, *, tokens: int = 0) -> int:
         """Makes memory ahead, so that the first sequences do not wait for it; returns the bytes that were made. `trim`
         gives them back.
 
         Args:
             max_bytes: what the cache is to have, or to find free, in all: bytes, `"4GiB"`, or a share of the pool,
-                which without `pool` is the budget. None is all that nobody has, within the budget.
+                which without `pool` is the budget. None is all that is not in use, within the budget.
             tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
                 there is memory for. A sequence of so many tokens, by now or by its `expected_tokens`, makes no driver
-                call there; a longer one maps what is missing, and one that expects fewer has large frames that reach
-                beyond them unmapped first, as in any row that it adopts. Mapped rows are what ended sequences leave:
-                others have their pages when they need them. What is left is free. With 0 all of it is, three quarters
-                in large frames if the cache has such; and where a `tenant` is in use on the pool, since nobody knows
-                whose a row would be.
+                call there; a longer one maps what is missing. Mapped rows are what ended sequences leave: others have
+                their pages when they need them. What is left is free. With 0 all of it is, three quarters in large
+                frames if the cache has such; and where a `tenant` or `scrub` is in use on the pool.
 
         Raises:
             BudgetError: it is no size, or more than the pool.
             OutOfPagesError: so much is not idle: others have it, or it is more than the cache may have.
             DriverOutOfMemoryError: the device has less left.
-            DriverError: a driver call failed. What was made or mapped is given back in all cases.
+            DriverError, StreamCaptureError: a driver call failed. What was made or mapped is given back in all cases.
             TypeError, ValueError, SequenceTooLongError: a row has no such number of tokens.
         """
+        self.check_usable()
         tokens = check_tokens(tokens)
         check_length(tokens, self.max_seq_len)
+        if self.dead:
+            self.sweep()
         pages = None if max_bytes is None else pages_within(self.pool, max_bytes)
-        self._rows.release_abandoned()
-        return self._rows.prewarming.prewarm(pages, tokens) * self.page_size
+        return prewarm(self, pages, tokens, self.mapped_pages()) * self.page_size
 
-    @operation
     def trim(self) -> int:
-        """Gives surplus and free pages back to the system; returns the number of bytes. Those that others on the pool
-        have left free go, too.
+        """Gives surplus, cached prefixes and free pages back to the system; returns the number of bytes. Those that
+        others on the pool have left free go, too.
 
         Waits for GPU work that still uses them.
 
         Raises:
             DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
         """
-        return self.pool.trim_holder(self._rows)
+        self.check_usable()
+        if self.prefixes:
+            self.prefixes.evict(self.pool.most)
+        return self.trim_own() * self.page_size
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back now, after all work on the device.
@@ -865,19 +733,25 @@ class KVCache(Owner):
             DriverError: the device could not be waited for; nothing was closed.
             BusyError: another operation of this thread is not at its end.
         """
+        if not self.is_open or self.pool.word("dead"):
+            return
         super().close()
-        leaks, self._leaks = self._leaks, []
-        if leaks:
-            report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
-            warnings.warn(report, LeakWarning, stacklevel=2)
-
-    def _give_back(self) -> None:
-        if self._unclosed and self._unclosed.detach():
-            self._leaks = self._rows.held()
-        self._views, self._scales, self._ranges, self._host_tier = [], [], [], None
-        self._rows.close()
-        if self.event_log:
+        if self.prefixes:
+            self.prefixes.close()
+        if self.event_log is not None:
             self.event_log.close()
+        self.is_open = False
+        self._drop_views()
+        if self.owns_pool:
+            self.pool.end()
+
+    def _drop_views(self) -> None:
+        """Drops the tensors over the ranges: users may have views of them."""
+        self._views, self._scales, self._ranges = [], [], []
+
+    def __del__(self) -> None:
+        self._drop_views()
+        super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
         """Takes events of the cached prefixes from `event_log`, the oldest first. The log is also an asynchronous
@@ -896,60 +770,80 @@ class KVCache(Owner):
             BudgetError: `most` is not positive.
         """
         if self.event_log is None:
-            raise ArgumentError("asked for the events of a cache that nobody listens to; make it with event_log")
+            raise ArgumentError("asked for the events of a cache that records none; make it with event_log")
         return self.event_log.events(timeout, most=most)
 
     # ------------------------------------------------------------------ accounting
 
     @property
-    @bookkeeping
     def available_pages(self) -> int:
-        """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
+        """Pages of the budget that live tokens can be given: all that no cache uses or has reserved."""
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        account = self.pool.accounts[self.account]
+        used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
+        others = self.pool.word("committed") - committed
+        return max(min(int(account["limit"]), self.pool.limit_pages - others) - used, 0)
 
-        Excludes pages behind a live sequence that GPU work of a previous owner may still be reading; `extend` can use
-        them, but waits for that work. Pages of parked rows are included: the stream that freed them can adopt them at
-        once. With `zero_tail` pages behind a live sequence belong to it.
-        """
-        self._rows.release_abandoned()
-        return self._rows.available_pages
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+        return int(self.state[0]["live"]), int(self.state[0]["tokens"])
 
-    @bookkeeping
+    def mapped_pages(self) -> int:
+        """Pages that are mapped for it, each counted once."""
+        return snapshot.mapped_pages(self)
+
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-        self._rows.release_abandoned()
-        return snapshot(self._rows, self._host_tier, self.event_log)
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        if self.host_tier:
+            self.host_tier.refresh()
+        with self.pool.lock:
+            return snapshot.stats(self)
 
-    @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,
-        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or
-        `OTHERS_PAGE`.
+        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE` or `OTHERS_PAGE`.
 
         A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
-        self._rows.release_abandoned()
-        return self._rows.page_map()
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.page_map(self)
 
-    @bookkeeping
     def page_uses(self) -> npt.NDArray[np.int64]:
-        """By physical page number, how many sequences have used each page and left it: int64 `[pages]`."""
-        for table in self.pool.tables:
-            table.tell_uses()
-        frames = self.pool.frames
-        return frames.uses[: frames.numbers].copy()
+        """By physical page number, how many sequences have had each page and ended: int64 `[pages]`."""
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.page_uses(self)
 
-    @bookkeeping
     def mapped_ranges(self) -> list[MappedRange]:
         """Where pages are mapped now: one run for each row and range of the layout that has any."""
-        return mapped_ranges(self._rows)
+        self.check_usable()
+        with self.pool.lock:
+            return snapshot.mapped_ranges(self)
 
-    @operation
     def check(self) -> None:
         """Checks every invariant of the books; raises `InvariantError` if one is broken."""
-        self._rows.release_abandoned()
-        check_pool(self.pool)
-        check_rows(self._rows)
+        self.check_usable()
+        if self.dead:
+            self.sweep()
+        if self.pool.word("pending"):  # an interruption has left it: the next plan books it
+            self.pool.limit_to(self.pool.limit_pages)
+        with self.pool.lock:  # guests alone know how often they hold a frame
+            held = Counter(dict(enumerate(self.pool.frames["held"][: self.pool.word("fresh")].tolist())))
+            held[self.pool.word("staged") - 1] -= 1  # by the pool itself
+            check(self.pool, [other for other in self.pool.members if not other.is_closed], held)
 
     # ------------------------------------------------------------------ use and misuse
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -969,30 +863,68 @@ class KVCache(Owner):
         )
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: the page map."""
-        return html.escape(repr(self)) if self._unusable else self._draw()
-
-    @operation
-    def _draw(self) -> str:
-        self._rows.release_abandoned()
-        return draw_cache(self._rows, snapshot(self._rows, self._host_tier, self.event_log))
+        """What Jupyter shows: which pages each row and sequence has."""
+        try:
+            return picture.draw_cache(self, self.stats())
+        except VmmkvError:
+            return html.escape(repr(self))
 
 
-def _tell_leaks(rows: Rows, owner: int) -> None:
-    """Says which sequences live of a cache that has ended, and that nobody has closed; not in a forked child."""
-    leaks = rows.held() if os.getpid() == owner else []
-    if leaks:
-        made = f"a KVCache, made at {rows.account.origin}, was never closed, and has live sequences:"
-        warnings.warn("\n".join([made, *leaks]), LeakWarning, stacklevel=1)
+def check_log(log: object) -> None:
+    """Raises `ArgumentError` for what is no log that can be a new cache's."""
+    if not isinstance(log, EventLog):
+        raise ArgumentError(f"got event_log={log!r}; it must be a vmmkv.events.EventLog")
+    log.check_new()
 
 
-def _end(log: EventLog) -> None:
-    """Tells that a cache is gone."""
-    log.cleared()
-    log.close()
+def names_of(salt: Name, adapter: Name, tenant: Name) -> tuple[Name, Name, Name]:
+    """Names as plain values. Raises `ArgumentError` for what is none."""
+    return name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
 
 
-def _rows_of(batch: list[Sequence]) -> tuple[Ints, Ints]:
-    """The rows that sequences were given, and their numbers."""
-    index = np.array([sequence.index for sequence in batch], np.int64)
-    return index, np.array([sequence.number for sequence in batch], np.int64)
+def _check_reserved(pool: FramePool | None, reserved: float | str) -> None:
+    """Raises `ArgumentError` for a reservation without a pool."""
+    if pool is None and reserved:
+        raise ArgumentError(
+            f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool that "
+            "it shares with others"
+        )
+
+
+def _pool_on(
+    memory: Driver | FramePool,
+    layout: KVLayout,
+    max_sequences: int,
+    max_bytes: float | str | None,
+    max_tokens: int | None,
+    overread: int,
+) -> tuple[FramePool, int | None]:
+    """Returns the pool that a cache lies on, its own on a driver or the given one, and the most pages that it may have
+    of a given one. Raises what `budget_pages` raises."""
+    if max_bytes is None and max_tokens is None:
+        if isinstance(memory, FramePool):
+            return memory, None
+        max_bytes = "80%"
+    pages = budget_pages(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+    if isinstance(memory, FramePool):
+        return memory, pages
+    pool = FramePool.on(memory, pages * memory.page_size)
+    pool.is_shared = False
+    return pool, None
+
+
+def _host_bytes(size: float | str) -> int:
+    """Bytes of host memory; a share is of all that the host has."""
+    return parse_bytes(size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _lookahead(asked: int | None, layout: KVLayout, pool: FramePool) -> int:
+    """The tokens to map ahead: what was asked for, or else four pages of tokens on a GPU.
+
+    Raises:
+        LayoutError: it is no number of tokens.
+    """
+    if asked is None:
+        pages = 0 if pool.device.type == "cpu" else LOOKAHEAD_PAGES
+        return -(-pages * pool.page_size // min(layout.record_bytes))
+    return not_negative("lookahead", asked)

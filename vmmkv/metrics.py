@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from .cache import KVCache
 from .errors import VmmkvError
-from .memory.owner import owners
-from .memory.pool import FramePool, pool_stats
+from .pool import FramePool, holders, pool_stats
 from .stats import CacheStats, FramePoolStats
 
 Value = Callable[[FramePoolStats], float]
@@ -31,7 +30,7 @@ GAUGES: dict[str, tuple[str, Value]] = {
     "vmmkv:limit_bytes": ("The most that a pool may take.", lambda stats: stats.limit_bytes),
     "vmmkv:physical_bytes": ("What a pool takes.", lambda stats: stats.physical_bytes),
     "vmmkv:leased_bytes": ("What memory pools of torch have of a pool, or may take.", lambda stats: stats.leased_bytes),
-    "vmmkv:guaranteed_bytes": ("What is promised to accounts.", lambda stats: stats.guaranteed_bytes),
+    "vmmkv:reserved_bytes": ("What is reserved for accounts.", lambda stats: stats.reserved_bytes),
     "vmmkv:num_accounts": ("Caches, tensors and memory pools on a pool.", lambda stats: stats.holders),
     "vmmkv:num_sequences": ("Live sequences.", lambda stats: stats.sequences),
     "vmmkv:num_tokens": ("Tokens of live sequences.", lambda stats: stats.tokens),
@@ -44,10 +43,10 @@ class PoolCollector(Collector):
     All metrics are labelled by `pool`, its number in this process, and `device`:
 
     - gauges `vmmkv:kv_cache_usage_perc` (1 is full), `vmmkv:limit_bytes`, `vmmkv:physical_bytes`,
-      `vmmkv:leased_bytes`, `vmmkv:guaranteed_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
+      `vmmkv:leased_bytes`, `vmmkv:reserved_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
     - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
     - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
-      `user` who grew, and `vmmkv:pages_cleaned_total`, zeroed ahead of need to be another tenant's;
+      `user` who grew;
     - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
       looked up, and those of them whose K and V were there;
     - gauges `vmmkv:host_bytes` and `vmmkv:host_prefix_pages`, what suspended sequences and evicted prefixes
@@ -88,9 +87,6 @@ def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
     mapped = CounterMetricFamily(
         "vmmkv:pages_mapped", "Pages mapped since the beginning.", labels=["pool", "device", "by"]
     )
-    cleaned = CounterMetricFamily(
-        "vmmkv:pages_cleaned", "Pages zeroed ahead of need, to be another tenant's.", labels=["pool", "device"]
-    )
     for pool, stats in pools.items():
         surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
         sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
@@ -99,8 +95,7 @@ def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
         created.add_metric(_labels(pool), stats.pages_created)
         mapped.add_metric(_labels(pool, "mapper"), stats.pages_mapped["ahead"])
         mapped.add_metric(_labels(pool, "user"), stats.pages_mapped["in need"])
-        cleaned.add_metric(_labels(pool), stats.pages_cleaned)
-    yield from (pages, created, mapped, cleaned)
+    yield from (pages, created, mapped)
 
 
 def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
@@ -119,7 +114,7 @@ def _host(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
     labels = ["pool", "device"]
     sizes = GaugeMetricFamily("vmmkv:host_bytes", "Host memory of suspended sequences and prefixes.", labels=labels)
     pages = GaugeMetricFamily("vmmkv:host_prefix_pages", "Pages that are known on the host.", labels=labels)
-    caches = [owner for owner in list(owners) if isinstance(owner, KVCache)]
+    caches = [owner for owner in holders() if isinstance(owner, KVCache)]
     for pool in pools:
         if mine := [stats for cache in caches if cache.pool is pool and (stats := _stats(cache))]:
             sizes.add_metric(_labels(pool), sum(stats.host_bytes for stats in mine))
@@ -137,7 +132,7 @@ def _stats(cache: KVCache) -> CacheStats | None:
 def _events(pools: dict[FramePool, FramePoolStats]) -> Metric:
     """Events that nobody drained in time."""
     dropped = CounterMetricFamily("vmmkv:kv_events_dropped", "Events that were dropped.", labels=["pool", "device"])
-    logs = [(owner.pool, owner.event_log) for owner in list(owners) if isinstance(owner, KVCache)]
+    logs = [(owner.pool, owner.event_log) for owner in holders() if isinstance(owner, KVCache)]
     for pool in pools:
         if mine := [log for of, log in logs if of is pool and log]:
             dropped.add_metric(_labels(pool), sum(log.dropped for log in mine))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .memory.frames import LARGE
-from .rows.rows import (
+from . import snapshot
+from .core.pool import LARGE
+from .core.tables import RETIRED
+from .stats import (
     FREE_PAGE,
     KEPT_PAGE,
     LOOKAHEAD_PAGE,
@@ -21,11 +23,12 @@ from .rows.rows import (
     SHARED_PAGE,
     SURPLUS_PAGE,
     VACANT_PAGE,
-    ZERO_PAGE,
-    Rows,
+    CacheStats,
 )
-from .stats import CacheStats
 from .svg import WIDTH, Drawing, colour, named, rectangle, stripe
+
+if TYPE_CHECKING:
+    from .cache import KVCache
 
 CELL = 12
 """Pixels from one square to the next; a sequence's are three times as wide."""
@@ -46,7 +49,6 @@ STATES = {
     LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
     FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
     OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
-    ZERO_PAGE: ("zeros, behind every row", 'fill="none" stroke="#888" stroke-width="2"'),
     VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
 }
 """What a page is that belongs to no sequence, or to several, and how it looks."""
@@ -80,23 +82,24 @@ class Page(NamedTuple):
 class PageMap:
     """All pages of a cache's pool, by number, as they are to be drawn."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows, self._owners = rows, rows.page_map()
-        is_large = rows.pool.frames.is_large[: len(self)] & (self._owners != VACANT_PAGE)
-        numbers = np.arange(len(self))
-        self._frames = np.where(is_large, numbers - numbers % LARGE, -1)
+    def __init__(self, cache: KVCache) -> None:
+        frames = cache.pool.frames[: cache.pool.word("fresh")]
+        self._cache, self._owners = cache, cache.page_map()
+        is_large = np.repeat((frames["pages"] > 1) & (frames["handle"] != -1), frames["pages"])
+        self._frames = np.where(is_large, np.repeat(snapshot.first_pages(cache), frames["pages"]), -1)
         self.large = int(is_large.sum()) // LARGE
         """How many large frames there are."""
         self._sharers = self._find_sharers()
 
     def _find_sharers(self) -> dict[int, list[int]]:
         """By shared page: the numbers of the sequences that share it."""
-        table = self._rows.table
         sharers: dict[int, list[int]] = {page: [] for page in np.flatnonzero(self._owners == SHARED_PAGE).tolist()}
-        for row in sorted(table.live, key=table.owner.__getitem__) if sharers else ():
-            for _, used in self._rows.pages(row):
-                for page in sharers.keys() & used:
-                    sharers[page].append(table.owner[row])
+        owners = self._cache.owners[: self._cache.max_sequences]
+        for row in np.argsort(owners, kind="stable").tolist() if sharers else ():
+            if owners[row] > 0:
+                for part in range(len(self._cache.ranges)):
+                    for page in sharers.keys() & set(snapshot.pages_in(self._cache, row, part, "use")[1].tolist()):
+                        sharers[page].append(int(owners[row]))
         return sharers
 
     def __len__(self) -> int:
@@ -114,43 +117,44 @@ class PageMap:
 
     def by_range(self, row: int) -> list[list[Page]]:
         """A row's mapped pages in the order of addresses, for each range."""
-        by_range, viewer = [], self._rows.table.owner[row]
-        for arena, record in self._rows.ranges:
-            table, size = arena.table, arena.page_size
-            first, last = (tokens * record / size for tokens in self._rows.table.extents[row].tolist())
+        cache, by_range = self._cache, []
+        for part, bounds in enumerate(cache.ranges):
+            tokens, viewer = (cache.starts[row], cache.lengths[row]), int(cache.owners[row]) or SHARED_PAGE
+            first, last = (int(count) * int(bounds["record"]) / cache.page_size for count in tokens)
+            begin, numbers = snapshot.pages_in(cache, row, part)
             by_range.append(
                 [
-                    self.page(page, min(max(first - index, 0), 1), min(max(last - index, 0), 1), viewer)
-                    for index, page in enumerate(table.pages_in(row).tolist(), table.first[row])
+                    self.page(number, min(max(first - at, 0), 1), min(max(last - at, 0), 1), viewer)
+                    for at, number in enumerate(numbers.tolist(), begin)
                 ]
             )
         return by_range
 
 
-def draw_cache(rows: Rows, stats: CacheStats) -> str:
+def draw_cache(cache: KVCache, stats: CacheStats) -> str:
     """Rows with their pages in the order of addresses, then all physical pages by number."""
-    pages = PageMap(rows)
-    size = rows.pool.driver.page_size
+    pages, size = PageMap(cache), cache.page_size
     drawing = Drawing()
     drawing.text(
-        f"KVCache on {rows.pool.driver.device}: {_count(stats.rows['live'], 'sequence')}, "
-        f"{_count(stats.tokens, 'token')}",
+        f"KVCache on {cache.device}: {_count(stats.rows['live'], 'sequence')}, {_count(stats.tokens, 'token')}",
         bold=True,
     )
     drawing.text(
         f"{_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
         f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken"
     )
-    empty = set(rows.table.empty)
-    order = sorted(range(rows.table.num_rows), key=lambda row: rows.table.owner[row] < 0)  # live ones first
-    lines = [(row, list(chain(*pages.by_range(row)))) for row in order if row not in empty]
-    if lines:
+    drawn = {row for row, _ in snapshot.mapped_rows(cache)} | set(
+        np.flatnonzero(cache.owners[: cache.max_sequences]).tolist()
+    )
+    order = sorted(drawn, key=lambda row: (cache.owners[row] == 0, row))  # live ones first
+    if order:
+        lines = [(row, list(chain(*pages.by_range(row)))) for row in order[:MAX_ROWS]]
         columns = COLUMNS - LABEL
-        step = -(-max(len(mapped) for _, mapped in lines[:MAX_ROWS]) // columns) or 1
-        drawing.text(f"Virtual rows, {len(lines):,} with a sequence or pages{_stands_for(step)}")
-        for row, mapped in lines[:MAX_ROWS]:
-            _squares(drawing, mapped[::step], columns, label=f"{row}: {_holder(rows, row)}")
-        _say_what_is_left(drawing, len(lines), "row")
+        step = -(-max(len(mapped) for _, mapped in lines) // columns) or 1
+        drawing.text(f"Virtual rows, {len(order):,} with a sequence or pages{_stands_for(step)}")
+        for row, mapped in lines:
+            _squares(drawing, mapped[::step], columns, label=f"{row}: {_holder(cache, row)}")
+        _say_what_is_left(drawing, len(order), "row")
     step = -(-len(pages) // MAX_PAGES) or 1
     joined = f", {pages.large * LARGE:,} of them joined: {_count(pages.large, 'large frame')}" if pages.large else ""
     drawing.text(f"Physical pages, {len(pages):,} by number{joined}{_stands_for(step)}")
@@ -159,30 +163,31 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
     return drawing.svg()
 
 
-def draw_sequence(rows: Rows, row: int) -> str:
+def draw_sequence(cache: KVCache, row: int) -> str:
     """The row of a live sequence: the physical page behind each stretch of its tokens, under which is its number."""
-    start, length = rows.table.start[row], rows.table.length[row]
-    by_range = PageMap(rows).by_range(row)
+    start, length, owner = (int(words[row]) for words in (cache.starts, cache.lengths, cache.owners))
+    by_range = PageMap(cache).by_range(row)
     mapped = list(chain(*by_range))
-    used = [page for page in mapped if page.owner == rows.table.owner[row]]
+    used = [page for page in mapped if page.owner == owner]
     waste = 1 - sum(page.end - page.begin for page in used) / len(used) if used else 0.0
     drawing = Drawing()
     drawing.text(
-        f"Sequence {rows.table.owner[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,}",
+        f"Sequence {owner} in row {row}: {_count(length - start, 'token')} of {cache.max_seq_len:,}",
         bold=True,
     )
     drawing.text(
-        f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
-        f"{_count(len(mapped), 'page')} mapped, room for {_count(max(rows.table.capacity[row], 0), 'token')} "
+        f"{_count(len(used), 'page')} of {cache.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
+        f"{_count(len(mapped), 'page')} mapped, room for {_count(max(int(cache.capacities[row]), 0), 'token')} "
         "without a driver call"
     )
     step = -(-len(mapped) // MAX_PAGES) or 1
     drawing.text(f"Pages in the order of addresses, below each its number{_stands_for(step)}")
-    for index, ((arena, record), pages) in enumerate(zip(rows.ranges[:MAX_ROWS], by_range)):
-        token = arena.table.first[row] * arena.page_size // record
-        name = f"range {index}, token {token:,}" if len(rows.ranges) > 1 else f"token {token:,}"
+    for index, pages in enumerate(by_range[:MAX_ROWS]):
+        first, _ = snapshot.frames_in(cache, row, index)
+        token = first * cache.page_size // int(cache.ranges[index]["record"])
+        name = f"range {index}, token {token:,}" if len(by_range) > 1 else f"token {token:,}"
         _squares(drawing, pages[::step], (COLUMNS - LABEL) // 3, label=name, wide=True)
-    _say_what_is_left(drawing, len(rows.ranges), "range")
+    _say_what_is_left(drawing, len(by_range), "range")
     states = [SHARED_PAGE if page.sharers else page.owner for page in mapped]
     _legend(drawing, {state: states.count(state) for state in STATES})
     return drawing.svg()
@@ -221,12 +226,11 @@ def _legend(drawing: Drawing, counts: dict[int, int]) -> None:
     drawing.legend((STATES[state][1], f"{count:,} {STATES[state][0]}") for state, count in counts.items() if count)
 
 
-def _holder(rows: Rows, row: int) -> str:
-    if rows.table.owner[row] >= 0:
-        return f"sequence {rows.table.owner[row]}, {_count(rows.table.length[row] - rows.table.start[row], 'token')}"
-    if row in rows.table.kept:
-        return "kept"
-    return "parked" if row in rows.table.parked else "retired"
+def _holder(cache: KVCache, row: int) -> str:
+    """What a row is for: a sequence with its tokens, or none."""
+    if cache.owners[row] > 0:
+        return f"sequence {cache.owners[row]}, {_count(int(cache.lengths[row] - cache.starts[row]), 'token')}"
+    return "retired" if cache.rows["list"][row] == RETIRED else "parked"
 
 
 def _count(number: int, what: str) -> str:

@@ -26,7 +26,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from .kernels.folders import private_folder, private_folders
-from .memory.pool import pool_stats
+from .pool import pool_stats
 
 INTERVAL = 0.5
 """Seconds between two snapshots."""

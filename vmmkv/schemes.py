@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import check_length
 from .driver.driver import DEFAULT_PAGE_SIZE
 from .layout import SCALE_BYTES, KVLayout
-from .sequence import check_length
 
 SCHEMES = ("static", "block_table_16", "per_layer", "vmmkv")
 BLOCK_TOKENS = 16

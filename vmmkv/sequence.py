@@ -7,42 +7,32 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from .driver.fence import Fence, check_stream, finished_on_error
+from .arguments import check_tokens, ids_of
+from .core import sequence as core
 from .errors import (
-    ArgumentError,
     DeviceError,
     DtypeError,
-    SequenceTooLongError,
     ShapeError,
     StrideLimitWarning,
-    SuspendedError,
     UnsupportedError,
     UseAfterFreeError,
     VmmkvError,
 )
 from .layout import KVLayout, as_index, shown
-from .memory.monitor import Steps, bookkeeping, operation, stepwise
-from .memory.pool import FramePool
 from .picture import draw_sequence
-from .reuse.node import Ids
-from .reuse.prefixes import Prefixes, ids_of
-from .reuse.retention import Retention, in_order
-from .reuse.states import messages_of
-from .reuse.telling import Key
-from .reuse.transfer import Head, Peer, geometry_of
-from .rows.rows import Rows
+from .prefix.retention import Retention
 from .tensors import check_dense
+from .transferring import send
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
 
-class Sequence:
+class Sequence(core.Sequence):
     """One sequence of a `KVCache`; made by `KVCache.sequence`.
 
     Free it with `free()` or a `with` block; garbage collection frees it too, but later. A sequence may be used by one
@@ -51,67 +41,54 @@ class Sequence:
     After its end, or that of its cache, all methods raise `UseAfterFreeError`, but for `free` and `extend_in_place`. In
     host memory (`suspend`) it may be asked for its `length` and `start`, resumed and freed; `SuspendedError` forbids
     what needs its tokens or its row.
-
-    The object only names a row and the sequence's number; whether it lives is written in one place, the cache's books.
     """
 
-    __slots__ = ("__weakref__", "_rows", "cache", "cached_tokens", "index", "key", "number")
+    __slots__ = ("cached_tokens", "origin")
 
     cache: KVCache
     """The cache that it belongs to."""
-    number: int
-    """Its number in the cache: 0 for the first sequence, never used twice."""
-    index: int
-    """The row that it was given. After its end another sequence may have that row: see `row`."""
+    cached_tokens: int
+    """Tokens whose K and V were cached when it began."""
+    origin: str
+    """With debugging: where it was started."""
 
-    def __init__(self, cache: KVCache, rows: Rows, number: int, row: int) -> None:
-        self.cache, self._rows, self.number, self.index = cache, rows, number, row
-        self.cached_tokens = 0
-        """Tokens whose K and V were cached when it began."""
-        self.key: Key | None = None
-        """Salt, adapter and tenant, under which its prefixes are cached; None without `token_ids`."""
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        self.cached_tokens, self.origin = 0, ""
 
     @property
-    def pool(self) -> FramePool:
-        """The physical memory that it lies on."""
-        return self._rows.pool
+    def number(self) -> int:
+        """Its number in the process: 1 for the first sequence, never used twice."""
+        return core.number_of(self.ticket)
+
+    @property
+    def index(self) -> int:
+        """The row that it was given. After its end another sequence may have that row: see `row`."""
+        return core.row_number(self.ticket)
 
     @property
     def row(self) -> int:
         """Its index in the first dimension of `KVCache.kv`; constant for as long as it lives."""
-        self.check_usable()
-        self._check_here()
-        return self.index
+        row = self.record_index()
+        if self.cache.rows["suspended"][row]:
+            raise core.suspended()
+        return row
 
     @property
     def is_suspended(self) -> bool:
         """Whether its tokens are in host memory."""
-        self.check_usable()
-        return self.index in self._rows.table.suspended
-
-    def _check_here(self) -> None:
-        """Raises `SuspendedError` while its tokens are in host memory."""
-        if self.index in self._rows.table.suspended:
-            raise SuspendedError(f"sequence {self.number} is suspended; call resume() first")
+        return bool(self.cache.rows["suspended"][self.record_index()])
 
     @property
-    def length(self) -> int:
-        """Tokens so far, including those before `start`; also while they are in host memory."""
-        self.check_usable()
-        away = self._rows.table.suspended.get(self.index)
-        return away.length if away else self._rows.table.length[self.index]
+    def is_reusable(self) -> bool:
+        """Whether its tokens can be made known by `commit`: it was started with `token_ids`, for reuse."""
+        self.record_index()
+        return self.cache.prefixes is not None and self.cache.prefixes.is_own(self)
 
     @property
-    def start(self) -> int:
-        """The first token that can be read: 0, or the argument of the last `release_before`."""
-        self.check_usable()
-        away = self._rows.table.suspended.get(self.index)
-        return away.start if away else self._rows.table.start[self.index]
-
-    @property
-    def capacity(self) -> int:
-        """The length up to which the sequence can grow without a driver call."""
-        return self._rows.table.capacity[self.row]
+    def pool(self) -> object:
+        """The physical memory that it lies on."""
+        return self.cache.pool
 
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
@@ -123,8 +100,8 @@ class Sequence:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
-            StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (shared ones,
-                after `truncate`) while a CUDA graph is being captured.
+            StreamCaptureError: pages have to be filled (`scrub`, another tenant) or copied (shared ones, after
+                `truncate`) while a CUDA graph is being captured.
             BusyError: another thread has changed the sequence meanwhile.
             ArgumentError, ValueError: `tokens` is no whole number, or negative.
             SuspendedError: its tokens are in host memory.
@@ -132,11 +109,9 @@ class Sequence:
                 `DriverError`, or where the device has less memory than the budget, it may have copies of what it
                 shared.
         """
-        tokens = check_tokens(tokens)
-        if not self.extend_in_place(tokens):
-            self._extend(tokens)
+        super().extend(tokens if type(tokens) is int else check_tokens(tokens))
 
-    def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:
+    def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:  # type: ignore[override]
         """Makes room for `tokens` more tokens if pages for them are mapped already: it calls no driver and raises no
         error.
 
@@ -144,36 +119,13 @@ class Sequence:
         not.
 
         Args:
-            tokens: tokens to add, at least 0; this is not checked.
+            tokens: tokens to add, at least 0.
             held: return False if the length is not this, for example because another thread has changed it.
 
         Returns:
             whether there is room. False also for a sequence that has ended.
         """
-        row, table, pool = self.index, self._rows.table, self._rows.pool
-        monitor, wakes = pool.monitor, False
-        with monitor.lock:  # in which nothing is called: no signal handler comes between
-            length = table.length[row] + tokens
-            if held is not None and held + tokens != length:
-                return False
-            if length > table.capacity[row] or table.owner[row] != self.number or monitor.is_dirty:
-                return False
-            if length > table.alert[row]:
-                table.stirred[row] = None
-                wakes = length + tokens > table.capacity[row] - table.urgent  # the next step, if it is as long
-            table.length[row] = length
-        if wakes and pool.mapper:
-            pool.mapper.ring_later()
-        return True
-
-    @stepwise
-    def _extend(self, tokens: int) -> Steps[None]:
-        self._check_here()
-        self._rows.release_abandoned()
-        length = self._rows.table.length[self.index] + tokens
-        check_length(length, self._rows.max_seq_len)
-        yield from self._rows.grow_one(self.index, length)
-        self._rows.ring()
+        return super().extend_in_place(tokens, -1 if held is None else held)
 
     def fork(self) -> Sequence:
         """Starts a sequence that begins with all tokens of this one. Full pages are shared: both sequences read the
@@ -207,7 +159,7 @@ class Sequence:
         Raises:
             ArgumentError: it has fewer tokens than that, or was started without `token_ids` or with `reuse=False`; or
                 the cache has an event log, which cannot express these ids.
-            ValueError: other ids were committed for the same tokens, by itself or by one that it shares them with.
+            ValueError: other ids were committed for the same tokens of this sequence.
             ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
             UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
                 others would read other numbers.
@@ -216,59 +168,8 @@ class Sequence:
             SuspendedError: its tokens are in host memory.
             UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
         """
-        self._commit(ids_of(token_ids), in_order(retention))  # whatever that runs is no part of an operation
+        self.cache.commit(self, ids_of(token_ids), retention)
 
-    @bookkeeping
-    def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
-        self._check_here()
-        check_reusable(self.cache.layout)
-        keeper = self._rows.keeping.keeper
-        if self.key is None or not isinstance(keeper, Prefixes):
-            raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
-        keeper.commit(self.index, self.key, ids, retention)
-
-    def truncate(self, tokens: int) -> None:
-        """Drops the tokens from `tokens` on. Pages behind the new end may go to other sequences once they are idle.
-
-        Raises:
-            ArgumentError: `tokens` is not a whole number.
-            ValueError: the sequence is shorter than that, or begins behind it (`start`).
-            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured. Nothing has changed
-                then.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone.
-        """
-        self._truncate(as_index("tokens", tokens))
-
-    @bookkeeping
-    def _truncate(self, tokens: int) -> None:
-        self._check_holds(tokens)
-        self._rows.shrink(self.index, self._rows.table.start[self.index], tokens)
-
-    def release_before(self, token: int) -> None:
-        """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
-
-        Whole pages in front of it go to other sequences when the GPU is done with them. Tokens before `token` must not
-        be read again: views start at `token` from now on.
-
-        Raises:
-            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
-        """
-        self._release_before(as_index("token", token))
-
-    @bookkeeping
-    def _release_before(self, token: int) -> None:
-        self._check_holds(token)
-        self._rows.shrink(self.index, token, self._rows.table.length[self.index])
-
-    def _check_holds(self, token: int) -> None:
-        """Raises `ValueError` where it neither holds `token` nor ends with it."""
-        self._check_here()
-        start, length = self._rows.table.start[self.index], self._rows.table.length[self.index]
-        if not start <= token <= length:
-            raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {start} to {length}")
-
-    @operation
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to other sequences when needed. It keeps its row, and so its
         addresses.
@@ -284,12 +185,9 @@ class Sequence:
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._check_here()
-        self._rows.release_abandoned()
-        with self.pool.nvtx.suspend:
-            self.cache.host_tier().suspend(self.index)
+        with self.cache.pool.nvtx.suspend:
+            self.cache.tier().suspend(self)
 
-    @operation
     def resume(self) -> None:
         """Moves its tokens back, to the addresses that they had, in the order of the current stream; later work on the
         stream that the sequence was made on waits for that. Does nothing if it is not suspended.
@@ -299,11 +197,42 @@ class Sequence:
             DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._rows.release_abandoned()
-        if self.index in self._rows.table.suspended:
-            with self.pool.nvtx.resume:
-                self.cache.host_tier().resume(self.index)
-            self._rows.ring()
+        if self.is_suspended:
+            with self.cache.pool.nvtx.resume:
+                self.cache.tier().resume(self)
+
+    def truncate(self, tokens: int) -> None:
+        """Drops the tokens from `tokens` on. Pages behind the new end may go to other sequences once they are idle.
+
+        Raises:
+            ArgumentError: `tokens` is not a whole number.
+            ValueError: the sequence is shorter than that, or begins behind it (`start`).
+            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured. Nothing has changed
+                then.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        tokens = as_index("tokens", tokens)
+        self._check_holds(tokens)
+        super().truncate(tokens)
+
+    def release_before(self, token: int) -> None:
+        """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
+
+        Whole pages in front of it go to other sequences when the GPU is done with them. Tokens before `token` must not
+        be read again: views start at `token` from now on.
+
+        Raises:
+            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
+        """
+        token = as_index("token", token)
+        self._check_holds(token)
+        super().release_before(token)
+
+    def _check_holds(self, token: int) -> None:
+        """Raises `ValueError` for a token that it neither holds nor ends with."""
+        if not self.start <= token <= self.length:
+            raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {self.start} to {self.length}")
 
     def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
         """Sends its tokens to another process, which calls `KVCache.receive`, over torch.distributed: NCCL from a GPU,
@@ -327,35 +256,11 @@ class Sequence:
             TransferRefusedError: the receiver refuses it, for lack of memory, say. Both processes can go on.
             TransferError: the receiver is gone, does not answer within the group's timeout, or sends something else.
             StreamCaptureError: a CUDA graph is being captured.
-            DriverError: a driver call failed, before anything was sent, and the receiver still waits; or after all
-                tokens were sent. The sequence is unchanged.
+            DriverError: a driver call failed, before anything was sent, and the receiver still waits. The sequence is
+                unchanged.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        peer, head = Peer(rank, group, self.pool.device), self._head()
-        first = peer.ask(head)
-        ranges = [self.cache.range(index) for index in range(len(self._rows.ranges))]
-        try:
-            with self.pool.nvtx.send:
-                peer.send(messages_of(self._rows, ranges, self.index, first, head.length))
-        finally:
-            self._fence_sent()
-
-    @bookkeeping
-    def _head(self) -> Head:
-        """What a receiver is told; the current stream comes behind all work on it."""
-        self._check_here()
-        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeping.keeper
-        table.fence_after(driver, [self.index]).order(driver.current_stream())
-        key = None if self.key is None else self.key[:2]
-        ids = keeper.ids(self.index) if isinstance(keeper, Prefixes) else np.empty(0, np.int64)
-        return Head(geometry_of(self.cache.layout), self.start, self.length, key, ids)
-
-    @bookkeeping
-    def _fence_sent(self) -> None:
-        """Keeps its pages until the current stream has read them."""
-        driver = self.pool.driver
-        with finished_on_error(driver):
-            self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
+        send(self, rank, group)
 
     def free(self) -> None:
         """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named
@@ -364,9 +269,8 @@ class Sequence:
         Raises:
             StreamCaptureError: a CUDA graph is being captured, on the current stream or on one of its own; it lives on.
         """
-        self.cache.free([self])
+        self.cache.free((self,))
 
-    @bookkeeping
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done.
 
@@ -375,19 +279,17 @@ class Sequence:
             DeviceError: the stream is on another device than the cache.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        check_stream(stream, self.pool.device)
-        self._rows.table.streams[self.index].add(stream)
+        super().record_stream(stream)
 
     def check_usable(self) -> None:
         """Raises an error if the sequence cannot be used.
 
         Raises:
             UseAfterFreeError: it was freed, or its cache was closed.
-            InterruptedChangeError, ForkError: as in `KVCache.check_usable`.
+            ForkError: as in `KVCache.check_usable`.
         """
         self.cache.check_usable()
-        if self._rows.table.owner[self.index] != self.number:
-            raise UseAfterFreeError(f"sequence {self.number} was freed; start a new one with cache.sequence()")
+        self.record_index()
 
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer, `[length - start, num_kv_heads, head_dim]` of the layout's dtype: a view, to read and write.
@@ -429,15 +331,7 @@ class Sequence:
         check_dense(v, "V")
         pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
         for source, target in pairs:
-            if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
-                raise ShapeError(
-                    f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
-                    f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
-                )
-            if source.dtype != target.dtype:
-                raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
-            if source.device != target.device:
-                raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
+            check_fits(source, target, layer)
         if len(k) != len(v):
             raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
         for source, target in pairs:
@@ -447,7 +341,7 @@ class Sequence:
         return self.cache.kv(layer)[which][self.row, self.start : self.length]
 
     def _warn_of_stride(self) -> None:
-        """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
+        """Warns before a kernel of another project could read a view wrong without an error."""
         limit = self.cache.layout.int32_token_limit
         tokens = self.length - self.start
         if tokens > limit:
@@ -468,15 +362,11 @@ class Sequence:
             return f"<vmmkv.Sequence {self.number}: gone>"
 
     def _repr_html_(self) -> str:
-        """What Jupyter shows: the pages under its tokens."""
+        """What Jupyter shows: the pages behind its tokens."""
         try:
-            return self._draw()
+            return draw_sequence(self.cache, self.row)
         except VmmkvError:
             return html.escape(repr(self))
-
-    @operation
-    def _draw(self) -> str:
-        return draw_sequence(self._rows, self.index)
 
     def __enter__(self) -> Sequence:
         return self
@@ -488,8 +378,21 @@ class Sequence:
         raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
 
 
+def check_fits(source: torch.Tensor, target: torch.Tensor, layer: int) -> None:
+    """Raises `ShapeError`, `DtypeError` or `DeviceError` for K or V that do not fit at the end of a view."""
+    if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
+        raise ShapeError(
+            f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
+            f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
+        )
+    if source.dtype != target.dtype:
+        raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
+    if source.device != target.device:
+        raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
+
+
 def check_reusable(layout: KVLayout) -> None:
-    """Raises `UnsupportedError` where K and V of one sequence are nothing that another can begin with."""
+    """Raises `UnsupportedError` for a layout whose K and V no other sequence can begin with."""
     if layout.scales == "sequence_head":
         raise UnsupportedError(
             "asked to reuse K and V of a layout with scales='sequence_head'; what another sequence has computed was "
@@ -497,23 +400,6 @@ def check_reusable(layout: KVLayout) -> None:
         )
 
 
-def check_length(length: int, max_seq_len: int) -> None:
-    """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
-    if length > max_seq_len:
-        raise SequenceTooLongError(
-            f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
-            "one: a longer row takes addresses, not memory"
-        )
-
-
-def check_tokens(tokens: int, name: str = "tokens") -> int:
-    """A whole number, of tokens or of what is named.
-
-    Raises:
-        ArgumentError, ValueError: it is none, or negative.
-    """
-    tokens = as_index(name, tokens)
-    if tokens < 0:
-        hint = "; to drop tokens use truncate" if name == "tokens" else ""
-        raise ValueError(f"asked for {name}={shown(tokens)}; it is at least 0{hint}")
-    return tokens
+def closed_cache() -> UseAfterFreeError:
+    """The error for a cache that was closed."""
+    return UseAfterFreeError("this KVCache was closed; make a new one")

@@ -1,60 +1,209 @@
-"""What a cache says of itself, read off its books: how much there is of what, and where."""
+"""What the books of a cache say: statistics, and whose each page is. Queries: they change nothing."""
 
 from __future__ import annotations
 
-from .events import EventLog
-from .reuse.host_tier import HostTier
-from .reuse.prefixes import Prefixes
-from .rows.rows import Rows
-from .stats import CacheStats, MappedRange
+import ctypes
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .core.cache import Cache
+from .core.tables import RETIRED
+from .stats import (
+    FREE_PAGE,
+    KEPT_PAGE,
+    LOOKAHEAD_PAGE,
+    OTHERS_PAGE,
+    SHARED_PAGE,
+    SURPLUS_PAGE,
+    VACANT_PAGE,
+    CacheStats,
+    MappedRange,
+)
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+Ints = npt.NDArray[np.int64]
 
 
-def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheStats:
-    """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls; `host` and `log` where there are."""
-    pool, books, tokens = rows.pool, rows.books, rows.table.tokens
-    size, used, made, mapper = pool.page_size, books.used_pages, pool.frames.made, pool.mapper
+def mapped_rows(cache: Cache) -> Iterator[tuple[int, int]]:
+    """Rows and ranges that have mapped pages."""
+    extents = cache.extents.reshape(cache.max_sequences, len(cache.ranges))
+    rows, parts = np.nonzero(extents["mapped"] > extents["first"])
+    yield from zip(rows.tolist(), parts.tolist())
+
+
+def frames_on(cache: Cache, row: int, part: int, first: int, end: int) -> Ints:
+    """The frames on pages of a row, one for each page."""
+    if first >= end:
+        return np.empty(0, np.int64)
+    bounds = cache.ranges[part]
+    address = int(bounds["pages_at"]) + 4 * (row * int(bounds["row_pages"]) + first)
+    pages = np.ctypeslib.as_array((ctypes.c_int32 * (end - first)).from_address(address))
+    return pages.astype(np.int64) - 1
+
+
+def frames_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple[int, Ints]:
+    """The first page of a row, and the frames from there on, one for each page. `bounds` is `mapped` for all mapped
+    pages, or `use` for those that the sequence uses."""
+    extent = cache.extents[row * len(cache.ranges) + part]
+    first, end = int(extent["first"]), int(extent["mapped"])
+    if bounds == "use":
+        first, end = max(first, int(extent["use_first"])), min(end, int(extent["use_end"]))
+    return first, frames_on(cache, row, part, first, end)
+
+
+def frames_of(cache: Cache) -> Ints:
+    """All mapped frames, each once for each page."""
+    found = [frames_in(cache, row, part)[1] for row, part in mapped_rows(cache)]
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def first_pages(cache: Cache) -> Ints:
+    """The number of the first physical page of each frame of the pool."""
+    pages: Ints = cache.pool.frames["pages"][: cache.pool.word("fresh")]
+    return np.cumsum(pages) - pages
+
+
+def pages_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple[int, Ints]:
+    """The first page of a row, and the numbers of the physical pages from there on: see `frames_in`."""
+    first, found = frames_in(cache, row, part, bounds)
+    if not len(found) or cache.pool.frames["pages"][found].max() == 1:
+        return first, first_pages(cache)[found]
+    begins = frames_in(cache, row, part)
+    _, at, which = np.unique(begins[1], return_index=True, return_inverse=True)
+    offsets = np.arange(len(begins[1])) - at[which]
+    return first, first_pages(cache)[found] + offsets[first - begins[0] :][: len(found)]
+
+
+def used_bytes(cache: KVCache) -> int:
+    """Bytes of live tokens, each byte of memory counted once."""
+    live = cache.owners[: cache.max_sequences] > 0
+    extents = cache.extents.reshape(cache.max_sequences, len(cache.ranges))
+    if not extents["shared"][live].any():
+        return int(cache.state[0]["tokens"]) * sum(cache.layout.record_bytes)
+    held, size = np.zeros(int(cache.pool.frames["pages"][: cache.pool.word("fresh")].sum()), np.int64), cache.page_size
+    for row, part in mapped_rows(cache):
+        if live[row]:
+            first, pages = pages_in(cache, row, part, "use")
+            begin, end = (
+                int(words[row]) * int(cache.ranges[part]["record"]) for words in (cache.starts, cache.lengths)
+            )
+            at = (first + np.arange(len(pages))) * size
+            np.maximum.at(held, pages, np.clip(np.minimum(end, at + size) - np.maximum(begin, at), 0, size))
+    return int(held.sum())
+
+
+def mapped_pages(cache: KVCache) -> int:
+    """Pages that are mapped for a cache, each counted once."""
+    extents, ranges = cache.extents, len(cache.ranges)
+    own = np.maximum(extents["mapped"] - np.maximum(extents["first"], extents["shared"]), 0).sum()
+    ends = np.minimum(extents["shared"], extents["mapped"])  # in front of that others may have the same frames
+    found = [
+        frames_on(cache, index // ranges, index % ranges, int(extents[index]["first"]), int(ends[index]))
+        for index in np.flatnonzero(ends > extents["first"]).tolist()
+    ]
+    frames = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+    return int(own + cache.pool.frames["pages"][frames].sum())
+
+
+def page_map(cache: KVCache) -> Ints:
+    """What each physical page holds: see `KVCache.page_map`."""
+    pool = cache.pool
+    frames = pool.frames[: pool.word("fresh")]
+    owners = np.full(len(frames), OTHERS_PAGE, np.int64)
+    owners[(frames["refs"] == 0) & (frames["held"] == 0)] = FREE_PAGE
+    owners[frames["handle"] == -1] = VACANT_PAGE
+    live = cache.owners[: cache.max_sequences] > 0
+    if cache.prefixes:
+        owners[cache.prefixes.frames()] = KEPT_PAGE
+    owners[frames_of(cache)] = SURPLUS_PAGE
+    owners[(owners == SURPLUS_PAGE) & (frames["held"] > 0)] = KEPT_PAGE
+    for row, part in mapped_rows(cache):
+        if live[row]:
+            extent = cache.extents[row * len(cache.ranges) + part]
+            record, size = int(cache.ranges[part]["record"]), pool.page_size
+            use_end, mapped = int(extent["use_end"]), int(extent["mapped"])
+            wanted = max(int(cache.lengths[row]) + cache.lookahead, int(cache.rows["expected"][row]))
+            ahead = frames_on(cache, row, part, use_end, min(mapped, -(-wanted * record // size)))
+            owners[ahead] = LOOKAHEAD_PAGE
+    for row, part in mapped_rows(cache):
+        if live[row]:
+            extent = cache.extents[row * len(cache.ranges) + part]
+            owners[frames_in(cache, row, part, "use")[1]] = cache.owners[row]
+    owners[frames["users"] > 1] = SHARED_PAGE
+    return np.repeat(owners, frames["pages"])
+
+
+def page_uses(cache: KVCache) -> Ints:
+    """How many sequences have had each physical page and ended: see `KVCache.page_uses`."""
+    frames = cache.pool.frames[: cache.pool.word("fresh")]
+    uses = frames["uses"].copy()
+    for other in cache.pool.holders.values():
+        if isinstance(other, Cache):
+            for row, part in mapped_rows(other):
+                np.add.at(uses, np.unique(frames_in(other, row, part)[1]), int(other.rows["ended"][row]))
+    return np.repeat(uses, frames["pages"])
+
+
+def mapped_ranges(cache: KVCache) -> list[MappedRange]:
+    """Where pages are mapped: one run for each row, and each range of the layout, that has any."""
+    size, found = cache.page_size, []
+    for row, part in mapped_rows(cache):
+        extent, bounds = cache.extents[row * len(cache.ranges) + part], cache.ranges[part]
+        base = int(bounds["address"]) + row * int(bounds["row_pages"]) * size
+        begin, end = (int(words[row]) * int(bounds["record"]) for words in (cache.starts, cache.lengths))
+        first, mapped = int(extent["first"]), int(extent["mapped"])
+        owner = int(cache.owners[row]) or -1
+        found.append(MappedRange(base + first * size, (mapped - first) * size, base + begin, end - begin, row, owner))
+    return found
+
+
+def stats(cache: KVCache) -> CacheStats:
+    """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
+    pool, size, tokens, host = cache.pool, cache.page_size, int(cache.state[0]["tokens"]), cache.host_tier
+    account = pool.accounts[cache.account]
+    used, records = int(account["used"]), sum(cache.layout.record_bytes)
     pages = {
         "used": used,
-        "surplus": rows.account.taken - len(books.zero_frames) - used,
-        "free": 0 if pool.is_shared else pool.frames.free_pages,
-        "zero": len(books.zero_frames),
+        "surplus": (mapped_pages(cache) if pool.is_shared else pool.word("created") - pool.free_pages()) - used,
+        "free": 0 if pool.is_shared else pool.free_pages(),
     }
-    keeper = rows.keeping.keeper
-    uses, calls = rows.page_uses + used, pool.meter.stats()
-    prefixes = keeper if isinstance(keeper, Prefixes) else None
+    is_live = cache.owners[: cache.max_sequences] > 0
+    used_now = cache.extents.reshape(cache.max_sequences, -1)[is_live]
+    uses = int(cache.state[0]["page_uses"] + (used_now["use_end"] - used_now["use_first"]).sum())
+    calls, made, live = pool.meter.stats(), pool.word("made"), int(is_live.sum())
+    retired = int((cache.rows["list"][: cache.max_sequences] == RETIRED).sum())
+    has_pages = (cache.extents["mapped"] > cache.extents["first"]).reshape(cache.max_sequences, -1).any(1)
+    parked = int((has_pages & ~is_live).sum()) - retired
     return CacheStats(
-        budget_bytes=pool.accounts.limit_of(rows.account) * size,
+        budget_bytes=min(int(account["limit"]), pool.limit_pages) * size,
         physical_bytes=sum(pages.values()) * size,
         tokens=tokens,
-        token_bytes=tokens * sum(books.records),
-        waste=1 - books.token_bytes() / (used * size) if used else 0.0,
+        token_bytes=tokens * records,
+        waste=1 - used_bytes(cache) / (used * size) if used else 0.0,
         pages=pages,
-        rows=rows.table.counts(),
+        rows={
+            "live": live,
+            "parked": parked,
+            "retired": retired,
+            "empty": cache.max_sequences - live - parked - retired,
+        },
         pages_created=made,
         page_uses=uses,
         reuse_factor=uses / made if made else 0.0,
-        adoptions=rows.beginning.adoptions,
-        prefix_pages=prefixes.pages if prefixes else 0,
-        promoted_pages=prefixes.promotion.pages if prefixes and prefixes.promotion else 0,
-        host_bytes=host.used if host else 0,
-        host_prefix_pages=host.prefixes.pages if host else 0,
-        prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
-        cached_tokens=prefixes.cached_tokens if prefixes else 0,
-        events_dropped=log.dropped if log else 0,
-        pages_mapped={"ahead": mapper.pages if mapper else 0, "in need": rows.growing.pages},
-        pages_cleaned=pool.pages_cleaned,
+        adoptions=int(cache.state[0]["adopted"]) + int(cache.state[0]["reused"]),
+        prefix_pages=int(cache.prefixes.state[0]["pages"]) if cache.prefixes else 0,
+        host_bytes=host.slots.taken * size if host else 0,
+        host_prefix_pages=sum(host.prefixes.pages.values()) if host else 0,
+        prompt_tokens=cache.prompt_tokens,
+        cached_tokens=cache.cached_tokens,
+        events_dropped=cache.event_log.dropped if cache.event_log else 0,
+        pages_mapped={"ahead": pool.word("mapped_ahead"), "in need": pool.word("mapped_in_need")},
         driver_calls=calls,
-        mapper_calls=mapper.meter.stats() if mapper else {},
+        mapper_calls=pool.ahead_meter.stats(),
         driver_seconds=sum(call.seconds for call in calls.values()),
     )
-
-
-def mapped_ranges(rows: Rows) -> list[MappedRange]:
-    """Finds where pages are mapped: one run for each row, and each range of the layout, that has any."""
-    table = rows.table
-    return [
-        arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])
-        for row in range(table.num_rows)
-        for arena, record in rows.ranges
-        if arena.table.pages(row)
-    ]

@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FREE_PAGE = -1
+"""In `KVCache.page_map`: the page exists and is mapped nowhere."""
+SURPLUS_PAGE = -2
+"""In `KVCache.page_map`: the page is mapped and holds no live token; it can be adopted or reclaimed."""
+VACANT_PAGE = -3
+"""In `KVCache.page_map`: the page's memory was given back to the system."""
+OTHERS_PAGE = -5
+"""In `KVCache.page_map`: the page is another cache's, on the same pool."""
+LOOKAHEAD_PAGE = -6
+"""In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
+`lookahead` and `expected_tokens` say. It can be reclaimed all the same: `stats()` counts it as surplus."""
+SHARED_PAGE = -7
+"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked, or begin alike."""
+KEPT_PAGE = -8
+"""In `KVCache.page_map`: the page holds a cached prefix, and no token of a live sequence, on a row or on none. It can
+be reclaimed all the same: `stats()` counts it as surplus."""
+
 
 @dataclass(frozen=True)
 class CallStats:
@@ -20,7 +37,7 @@ class AccountStats:
     Attributes:
         name: its kind, and its number among all that the pool has had: `"KVCache 0"`.
         limit_bytes: the most that it may have mapped.
-        guaranteed_bytes: what it can have mapped at any time.
+        reserved_bytes: what it can have at any time.
         mapped_bytes: physical memory mapped for it.
         used_bytes: the part of that which holds live tokens; the rest can be reclaimed by others.
         sequences: live sequences, of a cache.
@@ -29,7 +46,7 @@ class AccountStats:
 
     name: str
     limit_bytes: int
-    guaranteed_bytes: int
+    reserved_bytes: int
     mapped_bytes: int
     used_bytes: int
     sequences: int
@@ -45,14 +62,13 @@ class FramePoolStats:
         physical_bytes: physical memory that it takes now.
         free_bytes: the part of that which belongs to no account.
         leased_bytes: what memory pools of torch have, or may take without asking; the others can have that much less.
-        guaranteed_bytes: what is guaranteed to accounts, in all.
+        reserved_bytes: what is reserved for accounts, in all.
         holders: the number of accounts.
         used_bytes: the part of `physical_bytes` that cannot be reclaimed, since accounts use it.
         sequences: live sequences of all caches.
         tokens: tokens of these.
         pages_created: pages created since the beginning.
         pages_mapped: pages mapped `ahead` of need, by the mapper, and `in need`, by the call that grew a sequence.
-        pages_cleaned: pages of another tenant that the mapper has zeroed ahead of need.
         prompt_tokens: tokens of all `token_ids` that sequences were started with, for reuse, since the beginning.
         cached_tokens: the part of these that held K and V already.
         driver_calls: calls of the memory system by name, without the mapper's.
@@ -65,14 +81,13 @@ class FramePoolStats:
     physical_bytes: int
     free_bytes: int
     leased_bytes: int
-    guaranteed_bytes: int
+    reserved_bytes: int
     holders: int
     used_bytes: int
     sequences: int
     tokens: int
     pages_created: int
     pages_mapped: dict[str, int]
-    pages_cleaned: int
     prompt_tokens: int
     cached_tokens: int
     driver_calls: dict[str, CallStats]
@@ -113,7 +128,7 @@ class CacheStats:
         token_bytes: bytes of these tokens.
         waste: the part of the used pages that holds no token, 0 without sequences.
         pages: pages by state: `used` (hold tokens), `surplus` (mapped, ready to be adopted or
-            reclaimed), `free` (created, not mapped), `zero` (the one behind all rows with `zero_tail`).
+            reclaimed), `free` (created, not mapped).
         rows: rows by state: `live`, `parked` (mapped, to be adopted), `retired`, `empty`.
         pages_created: pages created since the beginning.
         page_uses: how often a page was part of a sequence since the beginning.
@@ -121,16 +136,13 @@ class CacheStats:
         adoptions: sequences that started on a row whose pages were mapped already.
         prefix_pages: pages in the prefix tree, which new sequences may begin with, whether a live sequence uses them
             (`used`) or they are only kept (`surplus`); see `Sequence.commit`.
-        promoted_pages: pages of the prefix tree that have moved from single frames to large ones since the beginning,
-            because they were hit.
         host_bytes: host memory that suspended sequences and evicted prefixes take.
         host_prefix_pages: pages of prefixes in host memory, whether they are on the device as well or not.
         prompt_tokens: tokens of all `token_ids` that sequences were started with, for reuse, since the beginning.
         cached_tokens: the part of these that held K and V already: hits.
         events_dropped: events dropped because `event_log` was full and not drained in time; 0 without one.
-        pages_mapped: pages of the pool mapped `ahead` of need, by its mapper, and pages of this cache mapped `in need`,
-            by the call that grew a sequence.
-        pages_cleaned: pages of another tenant that the pool's mapper has zeroed ahead of need.
+        pages_mapped: pages of the pool mapped `ahead` of need, by its mapper, and `in need`, by the call that grew a
+            sequence.
         driver_calls: calls of the memory system by name, of all caches on the pool, without its mapper's.
         mapper_calls: the mapper's calls, which no user thread waits for.
         driver_seconds: time in all `driver_calls`.
@@ -148,14 +160,12 @@ class CacheStats:
     reuse_factor: float
     adoptions: int
     prefix_pages: int
-    promoted_pages: int
     host_bytes: int
     host_prefix_pages: int
     prompt_tokens: int
     cached_tokens: int
     events_dropped: int
     pages_mapped: dict[str, int]
-    pages_cleaned: int
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
     driver_seconds: float

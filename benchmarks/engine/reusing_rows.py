@@ -32,7 +32,7 @@ class ReusingVmmKV(VmmKV):
             return False
         cache, wanted = self.cache, (tokens + self.overread + spare) * self.cache.layout.token_bytes
         missing = wanted - cache.available_pages * cache.page_size
-        return missing <= 0 or missing <= cache.shared_pages(ids, expected_tokens=tokens) * cache.page_size
+        return missing <= 0 or missing <= cache.shared_pages(ids) * cache.page_size
 
     def commit(self, row: int, ids: Ids) -> None:
         self.sequences[row].commit(ids)

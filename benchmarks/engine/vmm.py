@@ -65,6 +65,7 @@ class VmmKV:
         self.overread = overread
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
+        self.batch, self.batched = self.cache.batch(), np.empty(0, np.int64)
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return bool(self.free_rows) and self.has_room(tokens + self.overread + spare)
@@ -81,7 +82,12 @@ class VmmKV:
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:
         try:
-            self.cache.extend(self.sequences[rows].tolist(), counts)
+            if not isinstance(counts, int):
+                self.cache.extend(self.sequences[rows].tolist(), counts)
+                return True
+            if not np.array_equal(rows, self.batched):
+                self.batch, self.batched = self.cache.batch(self.sequences[rows]), rows
+            self.batch.extend(counts)
         except OutOfPagesError:
             return False
         return True
@@ -89,6 +95,7 @@ class VmmKV:
     def free(self, rows: list[int]) -> None:
         self.cache.free(self.sequences[rows].tolist())
         self.sequences[rows] = None
+        self.batched = np.empty(0, np.int64)  # others get these rows
         self.free_rows += len(rows)
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

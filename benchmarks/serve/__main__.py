@@ -42,10 +42,10 @@ from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment, to_json
+from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.driver.driver import open_driver
-from vmmkv.memory.budget import parse_bytes
 
 from . import options
 from .measure import LONGEST, SUSPEND, WARM, Load, Progress, Settings, free_memory, serve

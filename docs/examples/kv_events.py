@@ -74,10 +74,10 @@ assert blocks.hashes == tuple(names(prompt, "chat", None, "acme", 16))
 
 # --8<-- [start:dictionaries]
 encoder = tensorrt_llm.Encoder(window_size=8192)  # attention looks this far back: all of `max_seq_len`
-with cache.sequence(token_ids=prompt, salt="tenant-1") as seq:
+with cache.sequence(token_ids=prompt, salt="tenant-2") as seq:
     seq.commit(prompt, retention=[vmmkv.Retention(0, 32, priority=80)])
 for dictionary in encoder.encode(cache.events()):
-    print(dictionary["event_id"], dictionary["data"]["type"], dictionary["data"]["priority"])
+    print(dictionary["event_id"], dictionary["data"]["type"])
 # --8<-- [end:dictionaries]
 
 with cache.sequence(token_ids=range(1000, 1064)) as seq:
@@ -105,13 +105,3 @@ cache.close()
 # --8<-- [end:close]
 router.close(linger=0)
 asyncio.run(follow(log))  # ends soon: the log was closed with the cache
-
-# --8<-- [start:produce]
-log = EventLog(block_size=16)
-log.created(device_blocks=4096, host_blocks=16_384)
-
-system = log.stored(log.root(salt="tenant-1"), 0, range(100))  # six blocks, and four tokens of a seventh
-answer = log.stored(system, 100, [*range(96, 100), *range(500, 540)])  # ids from the beginning of the block on
-log.removed(answer, 120)  # tokens 120 to 139: what was a block that ended there is none now
-log.updated(system, 0, range(32), tier=("device", "host"))
-# --8<-- [end:produce]

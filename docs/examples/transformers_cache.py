@@ -78,6 +78,7 @@ assert torch.equal(model.generate(prompt, cache=loaded, **options), expected)
 # --8<-- [end:save]
 
 # --8<-- [start:compile]
+model.set_attn_implementation("vmmkv")  # our kernels; on the CPU a warning says that there are none
 compiled = VmmCache(model.config, max_seq_len=256, compile=True)  # on a GPU, generate compiles by itself now
 assert torch.equal(model.generate(prompt, cache=compiled, **options), expected)
 # --8<-- [end:compile]

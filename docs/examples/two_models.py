@@ -10,7 +10,7 @@ DRAFT = vmmkv.KVLayout(num_layers=2, num_kv_heads=4, head_dim=64, dtype=torch.fl
 
 # --8<-- [start:pool]
 pool = vmmkv.FramePool("256MiB")  # a limit; memory is taken when tokens come
-chat = vmmkv.KVCache(CHAT, max_sequences=64, max_seq_len=131_072, pool=pool, guaranteed="64MiB")
+chat = vmmkv.KVCache(CHAT, max_sequences=64, max_seq_len=131_072, pool=pool, reserved="64MiB")
 draft = vmmkv.KVCache(DRAFT, max_sequences=256, max_seq_len=8192, pool=pool)
 # --8<-- [end:pool]
 
@@ -22,21 +22,21 @@ drafts = [draft.sequence(8192) for _ in range(6)]  # 192 MiB: they are the other
 print(chat.stats().physical_bytes >> 20, "and", draft.stats().physical_bytes >> 20, "MiB of", pool)
 # --8<-- [end:bursts]
 
-# --8<-- [start:guaranteed]
+# --8<-- [start:reserved]
 try:
-    draft.sequence(8192)  # 32 MiB more would have to come from what is guaranteed
+    draft.sequence(8192)  # 32 MiB more would have to come from what is reserved
 except vmmkv.OutOfPagesError as error:
     print(error)
 else:
-    raise AssertionError("there was no such guarantee")
+    raise AssertionError("the memory was not reserved")
 prompt = chat.sequence(4096)  # exactly the 64 MiB, and there they are
-# --8<-- [end:guaranteed]
+# --8<-- [end:reserved]
 prompt.k(0).fill_(1.0)
 
 # --8<-- [start:accounts]
 for account in pool.stats().accounts:
-    mib = [size >> 20 for size in (account.used_bytes, account.mapped_bytes, account.guaranteed_bytes)]
-    print(f"{account.name}: {mib[0]} MiB used of {mib[1]} mapped, {mib[2]} guaranteed")
+    mib = [size >> 20 for size in (account.used_bytes, account.mapped_bytes, account.reserved_bytes)]
+    print(f"{account.name}: {mib[0]} MiB used of {mib[1]} mapped, {mib[2]} reserved")
 # --8<-- [end:accounts]
 
 # --8<-- [start:limit]

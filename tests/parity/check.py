@@ -36,7 +36,6 @@ CASES = (
     ("vmmkv", "VmmCache"),
     ("vmmkv", COMPILE),
     ("eager", "VmmCache"),
-    ("eager", COMPILE),
     ("sdpa", "VmmCache"),
 )
 """Attention and cache. SDPA is compared with SDPA, the others with eager attention; both with a `DynamicCache`."""

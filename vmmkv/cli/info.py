@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..core.pool import LARGE
 from ..driver.driver import Driver, open_driver
-from ..memory.frames import LARGE
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 

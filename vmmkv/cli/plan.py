@@ -12,15 +12,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..arguments import check_size
+from ..arguments import check_length, check_size
+from ..budget import parse_bytes
 from ..core.addresses import check_address_space
 from ..driver.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, dtype_from_name, kv_dtype_from_name
-from ..memory.budget import parse_bytes
 from ..model_config import MAX_SEQ_LEN, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
-from ..sequence import check_length
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
@@ -36,7 +35,7 @@ def plan(
         list[Path] | None,
         typer.Option(exists=True, help="Several models on one card: a config.json, or its folder, for each."),
     ] = None,
-    guaranteed: Annotated[
+    reserved: Annotated[
         list[str] | None,
         typer.Option(help="With --model, once for each: 10GiB, or a share of --memory, that it can have at any time."),
     ] = None,
@@ -72,7 +71,7 @@ def plan(
     are refused. Without transformers (pip install "vmmkv[hf]") the command knows a few types of models.
 
     With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory:
-    what fits of each at all times, as --guaranteed says, while the others are idle, and of all at once.
+    what fits of each at all times, as --reserved says, while the others are idle, and of all at once.
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
@@ -85,10 +84,10 @@ def plan(
     if model:
         if config or has_sizes or batch:
             raise typer.BadParameter("give --model, or one model by --config or sizes; --batch goes with one model")
-        result = _plan_pool(model, guaranteed, memory, dtype, scales, max_seq_len, mean_tokens)
+        result = _plan_pool(model, reserved, memory, dtype, scales, max_seq_len, mean_tokens)
     else:
-        if guaranteed:
-            raise typer.BadParameter("--guaranteed goes with several --model; one model has all of the memory")
+        if reserved:
+            raise typer.BadParameter("--reserved goes with several --model; one model has all of the memory")
         if config and has_sizes:
             raise typer.BadParameter("give --config or sizes, not both")
         result = _plan_model(config, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
@@ -149,30 +148,30 @@ def _memory_bytes(memory: str) -> int:
     return nbytes
 
 
-def _guarantees(sizes: list[str], memory: int) -> list[int]:
-    """Bytes of whole pages that are guaranteed to each of several models."""
+def _reserved_bytes(sizes: list[str], memory: int) -> list[int]:
+    """Bytes of whole pages that are reserved for each of several models."""
     promised = [parse_bytes(size, free=memory) // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE for size in sizes]
     if sum(promised) > memory:
-        raise BudgetError(f"asked for guarantees of {sum(promised)} bytes in all, of {memory}; ask for less")
+        raise BudgetError(f"asked to reserve {sum(promised)} bytes in all, of {memory}; reserve less")
     return promised
 
 
 def _plan_pool(
     models: list[Path],
-    guaranteed: list[str] | None,
+    reserved: list[str] | None,
     memory: str,
     dtype: str | None,
     scales: str | None,
     max_seq_len: int | None,
     mean_tokens: int | None,
 ) -> dict[str, Any]:
-    """Several models on one pool, with so much guaranteed to each, and with an equal share of the memory each."""
+    """Several models on one pool, with so much reserved for each, and with an equal share of the memory each."""
     if len(models) < 2:
         raise typer.BadParameter("give --model twice or more; one model is --config")
-    if guaranteed and len(guaranteed) != len(models):
-        raise typer.BadParameter("give --guaranteed once for each --model, in their order; 0 is no guarantee")
+    if reserved and len(reserved) != len(models):
+        raise typer.BadParameter("give --reserved once for each --model, in their order; 0 reserves nothing")
     nbytes, page_size = _memory_bytes(memory), DEFAULT_PAGE_SIZE
-    promised = _guarantees(guaranteed or ["0"] * len(models), nbytes)
+    promised = _reserved_bytes(reserved or ["0"] * len(models), nbytes)
     share = nbytes // len(models) // page_size * page_size
     if not share:
         raise BudgetError(f"asked for {len(models)} models in {nbytes} bytes, which is less than a page for each")
@@ -184,14 +183,14 @@ def _plan_pool(
         layout, longest = _read_model(path, dtype, scales)
         length = max_seq_len or longest or DEFAULT_SEQ_LEN
         mean = mean_tokens or -(-length // 4)
-        sizes = {"pool": nbytes - sum(promised) + own, "share": share, "guaranteed": own}
+        sizes = {"pool": nbytes - sum(promised) + own, "share": share, "reserved": own}
         plans = {what: _plan(layout, size, length, mean) for what, size in sizes.items()}
         fits = {
             what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
             for what, plan in plans.items()
         }
         about = {"model": str(model), "token_bytes": layout.token_bytes, "max_seq_len": length, "mean_tokens": mean}
-        rows.append(about | {"guaranteed_bytes": own} | fits)
+        rows.append(about | {"reserved_bytes": own} | fits)
         costs.append(plans["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
     return {
         "memory_bytes": nbytes,
@@ -203,7 +202,7 @@ def _plan_pool(
 
 
 def _of_each(costs: list[float], promised: list[int], memory: int) -> int:
-    """How many sequences of every model fit at once: what is guaranteed to one is not there for others."""
+    """How many sequences of every model fit at once: what is reserved for one is not there for others."""
 
     def taken(count: int) -> int:
         return math.ceil(sum(max(own, count * cost) for own, cost in zip(promised, costs)))
@@ -214,20 +213,20 @@ def _of_each(costs: list[float], promised: list[int], memory: int) -> int:
 def _print_pool(result: dict[str, Any]) -> None:
     """Prints a line for each model."""
     memory, models = format_bytes(result["memory_bytes"]), result["models"]
-    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "guaranteed", "others idle"
+    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "reserved", "others idle"
     rows = [
         (
             Path(of["model"]).name,
             format_bytes(of["token_bytes"]),
             f"{of['mean_tokens']:,}",
-            *(f"{of[what]['sequences']:,}" for what in ("share", "guaranteed", "pool")),
+            *(f"{of[what]['sequences']:,}" for what in ("share", "reserved", "pool")),
         )
         for of in models
     ]
     console.print(make_table(f"{len(models)} models in {memory}", columns, rows))
     console.print(
         f"A fixed share is {format_bytes(result['share_bytes'])}. On one pool (vmmkv.FramePool) a model has whatever "
-        "the others neither use nor are guaranteed, and never less than it is guaranteed itself. While all are busy "
+        "the others neither use nor have reserved, and never less than it has reserved itself. While all are busy "
         f"they divide the same memory: {result['sequences_of_each']:,} sequences of each fit at once."
     )
 

@@ -66,6 +66,13 @@ def leave_pool(cache: int) -> None:
 
 
 @entry
+def forget_adoption(cache: int) -> int:
+    """Takes back that a sequence has adopted a row, whose start is refused."""
+    view(cache, 1, CACHE)[0].adopted -= 1
+    return DONE
+
+
+@entry
 def plan_close(cache: int, ask: int) -> int:
     """Takes a cache without sequences and pages off its pool. Returns `DONE`; or `TAKEN`: there are sequences, or
     pages."""

@@ -28,6 +28,7 @@ from .batch import Batch
 from .mapper import Mapper
 from .pool import (
     ASKED,
+    AVAILABLE,
     FRESH,
     LARGE,
     NO_LIMIT_PAGES,
@@ -182,6 +183,8 @@ class Cache:
             try:
                 self.grow(cell, 1, tokens)
             except BaseException:
+                if ask.words[AVAILABLE]:
+                    entries.forget_adoption(self.address)
                 with suppress(VmmkvError):  # else it is freed when it is collected
                     self.free((sequence,))
                 raise

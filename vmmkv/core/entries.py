@@ -51,6 +51,7 @@ ENTRIES = [
     accounts.open_account,
     accounts.close_account,
     accounts.open_cache,
+    accounts.forget_adoption,
     accounts.plan_close,
     ahead.plan_ahead,
     guests.join,

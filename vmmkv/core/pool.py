@@ -202,14 +202,19 @@ class Pool:
             missing = ask.words[ASKED]
             if self.change(Ask(), entries.plan_retired, self.address, missing) != GONE:
                 return
-            for evict in self.evict:
-                missing -= evict(missing) if missing > 0 else 0
-            if missing == ask.words[ASKED]:
+            if not self._ask_guests(missing):
                 raise out_of_pages(missing, 0)
         elif ask.words[FRUGAL] or not isinstance(error, DriverOutOfMemoryError):
             raise error or self.driver.error("record", int(ask.words[0]))
         elif not self._ask_neighbours(ask.words[ASKED]):
             ask.words[FRUGAL] = 1  # the driver has no memory for new frames: take surplus
+
+    def _ask_guests(self, pages: int) -> int:
+        """Has guests drop frames until so many pages are free or can be reclaimed. Returns the number of pages."""
+        gained = 0
+        for evict in self.evict:
+            gained += evict(pages - gained) if gained < pages else 0
+        return gained
 
     def _ask_neighbours(self, pages: int) -> int:
         """Has other pools of the same memory give up to so many free and surplus pages back to the driver. Returns how
@@ -266,19 +271,20 @@ class Pool:
             if not self.take_leased(self.word("committed") - budget):
                 raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
-            self.trim_to(max(pages - self.word("leased"), 0))
+            self.release(self.word("created") - max(pages - self.word("leased"), 0))
 
     set_limit = limit_to
 
     def trim_to(self, keep_pages: int = 0) -> int:
-        """Gives free and surplus pages back to the driver until `keep_pages` exist; returns how many."""
+        """Gives free, surplus and held pages back to the driver until `keep_pages` exist; returns how many."""
         before, last, keep_pages = self.word("created"), -1, min(max(keep_pages, 0), self.most)
         while self.word("created") != last:
             last = self.word("created")
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
             if last == self.word("created") > keep_pages:
                 wanted = last - keep_pages
-                last = -1 if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE else last
+                if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE or self._ask_guests(wanted):
+                    last = -1
         return before - last
 
     trim = trim_to
@@ -290,7 +296,7 @@ class Pool:
     def release(self, pages: int) -> int:
         """Gives up to so many pages that are free, surplus, or only held by guests, back to the driver; returns how
         many."""
-        before = self.word("created")
+        before, pages = self.word("created"), max(pages, 0)
         self.trim_to(before - pages)
         missing = pages - before + self.word("created")
         for evict in self.evict:
@@ -421,6 +427,8 @@ def _leave_to_parent() -> None:
     """Marks all pools dead in a forked child. Threads of the parent, which are not there, may hold their locks."""
     for pool in list(_pools):
         pool.state["dead"] = 1
+        for cache in pool.members:
+            cache.state["num_rows"] = 0  # so that no sequence grows in what is mapped
         pool.lock = pool.copying = DeadLock()
         if pool.mapper is not None:
             pool.mapper.leave()

@@ -222,7 +222,6 @@ def charge(cache: int, pages: int) -> None:
     a = view(p.accounts_at, p.accounts, ACCOUNT)[c.account]
     p.committed -= max(a.used, a.reserved)
     a.used += pages
-    c.page_uses += max(pages, 0)
     p.used += pages
     p.committed += max(a.used, a.reserved)
 

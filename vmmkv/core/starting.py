@@ -18,6 +18,7 @@ from .rows import (
     fit,
     grow_to,
     is_over,
+    mapped_pages,
     page_of,
     pages_for,
     place,
@@ -145,17 +146,15 @@ def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int)
         pages += pages_for(cache, part, target + c.overread) if target else 0
     if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
         row = choose(cache, pages, target, key, avoid, slot, ask)
-    if row < 0 and vacant < c.num_rows:
-        return vacant
-    c.adopted += row >= 0
-    return row
+    return vacant if row < 0 and vacant < c.num_rows else row
 
 
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
     """Gives a row to a new sequence, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or -2 - row, for
     any other than that row. It maps nothing, and needs no lock. If all of so many tokens lie on ready pages the
-    sequence has them, and `ask.asked` is their number; else it has none.
+    sequence has them, and `ask.asked` is their number; else it has none. `ask.available` says whether the row has
+    pages.
 
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the wanted row belongs to a live sequence; `NEEDS`: the pages of a row
     must be unmapped first (see `plan_empty`); `FULL` or `FAILED`: the stream could not be named.
@@ -182,6 +181,8 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
         return code
     view(cell, 1, np.int64)[0] = own(cache, row, key, expected, slot, handle)
     grown, a = grow_to(cache, row, tokens) if tokens else NEEDS, view(ask, 1, ASK)[0]
+    a.available = mapped_pages(cache, row) > 0
+    c.adopted += a.available
     a.asked = tokens if grown != NEEDS else 0
     if grown == RING:
         return RING
@@ -318,6 +319,8 @@ def disown(cache: int, row: int) -> None:
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     note(cache, FREED, row, r.owner, r.length)
     for part in range(c.ranges):
+        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        c.page_uses += e.use_end - e.use_first
         use(cache, row, part, 0, 0)
     c.tokens -= max(r.length - r.start, 0)
     c.live -= 1

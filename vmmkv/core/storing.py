@@ -56,30 +56,34 @@ def row_with(cache: int, part: int, page: int, frame: int, last: int) -> int:
 
 
 @entry
-def copy_frames(cache: int, part: int, frames_at: int, hosts_at: int, pages: int, handle: int, ask: int) -> int:
-    """Queues copies of the frames on the first pages of a range, on a stream behind all work on the rows where they
-    lie. The words at `frames_at` are the frame of each page, those at `hosts_at` its address in host memory: 0 where a
-    copy was queued. The other frames lie in no row that is known.
+def copy_frames(
+    cache: int, part: int, pages_at: int, frames_at: int, hosts_at: int, count: int, handle: int, ask: int
+) -> int:
+    """Queues copies of pages of a range, on a stream behind all work on the rows where they lie. The words at
+    `pages_at` are the pages, those at `frames_at` the frame on each, and those at `hosts_at` its address in host
+    memory: 0 where a copy was queued. The other frames lie in no row that is known.
 
     Returns `DONE`, or `FULL`, `CAPTURED` or `FAILED`; then copies may be under way.
     """
-    c, a, row, page = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], -1, pages - 1
-    p, frames, hosts = view(c.pool, 1, POOL)[0], view(frames_at, pages, np.int64), view(hosts_at, pages, np.int64)
-    while page >= 0:
-        row, first = row_with(cache, part, page, frames[page], row), page
+    c, a, row, last = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], -1, count - 1
+    p, pages = view(c.pool, 1, POOL)[0], view(pages_at, count, np.int64)
+    frames, hosts = view(frames_at, count, np.int64), view(hosts_at, count, np.int64)
+    while last >= 0:
+        row, first = row_with(cache, part, pages[last], frames[last], row), last
         if row >= 0:
             while (
                 first > 0
+                and pages[first - 1] == pages[first] - 1
                 and hosts[first - 1] == hosts[first] - p.page_size
-                and has(cache, row, part, first - 1, frames[first - 1])
+                and has(cache, row, part, pages[first - 1], frames[first - 1])
             ):
                 first -= 1
             if enter(p.driver, ask):
                 return FAILED
             status, code = 0, order_behind(cache, row, handle, ask)
             if code == DONE:
-                copy, nbytes = view(p.driver, 1, DRIVER)[0].copy, (page + 1 - first) * p.page_size
-                status = call(copy, (hosts[first], address_of(cache, row, part, first), nbytes, handle))
+                copy, nbytes = view(p.driver, 1, DRIVER)[0].copy, (last + 1 - first) * p.page_size
+                status = call(copy, (hosts[first], address_of(cache, row, part, pages[first]), nbytes, handle))
             leave(p.driver, ask)
             if code != DONE:
                 return code
@@ -87,9 +91,9 @@ def copy_frames(cache: int, part: int, frames_at: int, hosts_at: int, pages: int
             if status:
                 view(ask, SCRATCH, np.int64)[STATUS] = status
                 return FAILED
-            for each in range(first, page + 1):
+            for each in range(first, last + 1):
                 hosts[each] = 0
-        page = first - 1
+        last = first - 1
     a.slots = 0
     return DONE
 

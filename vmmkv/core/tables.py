@@ -72,7 +72,8 @@ ROW = _record(
 )
 """`ended` counts the sequences that have ended on the row. `uses` of a frame counts those that have ended on rows while
 these had the frame, without those of the rows that have it now: `ended` of a row is subtracted when a frame is mapped
-there, and added when it leaves."""
+there, and added when it leaves. `page_uses` of a cache counts pages of sequences that have ended: those of live ones
+are what they use now."""
 EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
 FRAME = _record("handle pages refs held users key place leaving moving uses")
 STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")

@@ -4,8 +4,8 @@
 `publisher` need the extra `vmmkv[events]`.
 """
 
-from .chain import Blocks, Span
-from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .chain import Blocks
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
 from .log import EventLog
 from .naming import salt_of
 
@@ -17,9 +17,6 @@ __all__ = [
     "Event",
     "EventLog",
     "Removed",
-    "Span",
     "Stored",
-    "Tier",
-    "Updated",
     "salt_of",
 ]

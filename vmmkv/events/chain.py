@@ -3,22 +3,21 @@
 Block `i` of a sequence is tokens `[i * block_size, (i + 1) * block_size)`. Its digest is SHA-256 of the digest of the
 block before it and its own token ids as little-endian int64; what comes before the first block is a digest of salt,
 adapter, tenant and block size (`naming`). So a digest is the same in every process, and equal only for equal prefixes
-under the same names. Others are told the last 8 of its 32 bytes, as a big-endian number.
-
-Blocks have nothing to do with pages. A block belongs to the span in which its last token was stored.
+under the same names. Events carry the last 8 of its 32 bytes, as a big-endian number.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .naming import root_digest
 
-DIGEST_BYTES = 32
+Names = tuple[str | None, str | int | None, str | int | None]
+"""Salt, adapter and tenant."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,106 +45,47 @@ class Blocks:
     tenant: str | int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """What sequences begin with that may share blocks."""
-
-    salt: str | None
-    adapter: str | int | None
-    tenant: str | int | None
-    block_size: int
-    digest: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", root_digest(self.salt, self.adapter, self.tenant, self.block_size))
-
-
-@dataclass(eq=False, slots=True)
-class Span:
-    """Tokens that were stored together, to be named again when some of them are removed or moved.
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """The end of some tokens of a sequence, from which later tokens are hashed.
 
     Attributes:
-        root: what its sequences begin with.
-        parent: the span that it continues, at any of that one's tokens; None at the root.
-        start: the position of its first token.
-        stop: the position behind its last token.
+        names: the sequence's salt, adapter and tenant.
+        digest: of the last whole block, or of the root.
+        rest: token ids behind that block.
+        hashes: the blocks that end within these tokens.
     """
 
-    root: Root
-    parent: Span | None = field(repr=False)
-    start: int
-    stop: int
-    _digests: bytearray | None = field(default=None, init=False, repr=False)  # None until somebody was told of them
+    names: Names
+    digest: bytes
+    rest: NDArray[np.int64]
+    hashes: tuple[int, ...] = ()
 
-    def store(self, ids: NDArray[np.int64]) -> Blocks | None:
-        """Hashes the blocks that the span owns, or returns None: it owns none, or nobody was told of its parent.
+    @classmethod
+    def root(cls, names: Names, block_size: int) -> Link:
+        """The beginning of all sequences of a salt, an adapter and a tenant."""
+        return cls(names, root_digest(*names, block_size), np.empty(0, np.int64))
 
-        Args:
-            ids: from the beginning of the first of these blocks on.
-        """
-        before = self.parent._digest(self._first - 1) if self.parent else None
-        if before is None:
-            return None
-        nbytes = 8 * self.root.block_size
-        data = ids.astype("<i8").tobytes()
-        digests = bytearray()
-        for at in range(0, len(data) - nbytes + 1, nbytes):
-            before = hashlib.sha256(before + data[at : at + nbytes]).digest()
-            digests += before
-        self._digests = digests
-        return self.blocks(self.start, ids)
+    def follow(self, ids: NDArray[np.int64], size: int) -> Link:
+        """Hashes the blocks that end within the ids that come next."""
+        ids = np.concatenate([self.rest, ids])
+        data, digest, hashes = ids.astype("<i8", copy=False).tobytes(), self.digest, []
+        for at in range(0, len(data) - 8 * size + 1, 8 * size):
+            digest = hashlib.sha256(digest + data[at : at + 8 * size]).digest()
+            hashes.append(int.from_bytes(digest[-8:], "big"))
+        return Link(self.names, digest, ids[len(hashes) * size :].copy(), tuple(hashes))
 
-    def blocks(self, start: int, ids: NDArray[np.int64]) -> Blocks | None:
-        """The blocks that end behind token `start` of the span, as far as `ids` go; None if nobody was told of any.
+    def blocks(self, before: Link, ids: NDArray[np.int64], start: int, known: int, size: int) -> Blocks:
+        """The blocks that end within its tokens, without the first `known` of them.
 
         Args:
-            ids: from the beginning of the first of these blocks on.
+            before: the end of the tokens before these.
+            ids: its token ids.
+            start: the position of the first of these.
+            known: fewer than there are.
+            size: tokens in a block.
         """
-        size = self.root.block_size
-        first = start // size
-        hashes = self._hashes(first - self._first, first - self._first + len(ids) // size)
-        if not hashes:
-            return None
-        parent = self._digest(first - 1) if first else None
-        return Blocks(
-            hashes=tuple(hashes),
-            parent=_number(parent) if parent else None,
-            ids=ids[: len(hashes) * size],
-            start=first * size,
-            size=size,
-            salt=self.root.salt,
-            adapter=self.root.adapter,
-            tenant=self.root.tenant,
-        )
-
-    def remove(self, start: int) -> tuple[int, ...]:
-        """Forgets the blocks that end behind token `start`, and returns their hashes, the last one first."""
-        keep = max(start // self.root.block_size - self._first, 0)
-        hashes = self._hashes(keep, None)
-        if self._digests:
-            del self._digests[keep * DIGEST_BYTES :]
-        return tuple(reversed(hashes))
-
-    @property
-    def _first(self) -> int:
-        """The first block that may be the span's own."""
-        return self.start // self.root.block_size
-
-    def _digest(self, block: int) -> bytes | None:
-        """The digest of a block of the span, or of one before; None if nobody was told of it."""
-        span = self
-        while span._first > block and span.parent:
-            span = span.parent
-        if block < 0:
-            return self.root.digest
-        at = (block - span._first) * DIGEST_BYTES
-        return bytes((span._digests or b"")[at : at + DIGEST_BYTES]) or None
-
-    def _hashes(self, start: int, stop: int | None) -> list[int]:
-        digests = self._digests or bytearray()
-        wanted = range(len(digests) // DIGEST_BYTES)[start:stop]
-        return [_number(digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]) for i in wanted]
-
-
-def _number(digest: bytes | bytearray) -> int:
-    return int.from_bytes(digest[-8:], "big")
+        first = start - len(before.rest) + known * size
+        parent = self.hashes[known - 1] if known else int.from_bytes(before.digest[-8:], "big")
+        ids = np.concatenate([before.rest, ids])[known * size : len(self.hashes) * size]
+        return Blocks(self.hashes[known:], parent if first else None, ids, first, size, *self.names)

@@ -1,9 +1,12 @@
-"""A bounded log of events: producers append under their own lock, a consumer drains when it likes.
+"""A log of events: what its reader makes of the changes that a cache writes to a ring.
 
-Invariants:
- 1. To append hashes nothing, encodes nothing and waits for nobody but another append. Blocks are hashed by who drains.
- 2. The log holds at most `max_events` records and `max_tokens` token ids, of its own; the oldest go first.
- 3. Records are resolved in the order in which they were appended, one at a time: a block's hash needs its parent's.
+A cache hashes nothing, and waits for nothing: it writes token ids to its ring, and the oldest changes are lost when
+that is full. The thread that drains the log hashes blocks, and polls the ring while it waits.
+
+Invariants, with the log's lock free:
+ 1. `_position` is the number of the change that is read next. Changes in front of it have become events.
+ 2. `_links` has the nodes whose tokens were reported and not removed since; `_counts` says of a block how many of these
+    have it, since two nodes may begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -13,73 +16,112 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
+from collections import Counter
+from collections.abc import AsyncIterator
 from numbers import Real
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from ..errors import ArgumentError, BudgetError, LayoutError, ShapeError
-from .chain import Root, Span
-from .kinds import TIERS, Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
-from .naming import told_names
+from ..errors import ArgumentError, BudgetError, LayoutError
+from .chain import Blocks, Link
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
+from .naming import Name, told_names
 
-Record = tuple[int, Callable[[], Event | None]]
-"""Token ids that it holds, and what makes an event of it, if there is anything to tell."""
+POLL = 0.005
+"""Seconds between two looks at the ring while a reader waits."""
+
+
+Kind = Literal["stored", "removed", "cleared"]
+
+
+class Change(NamedTuple):
+    """What has changed of the tokens that can be found.
+
+    Attributes:
+        kind: whether tokens can be found from now on, or are gone; or all are.
+        node: a number for these tokens behind their parent's; it may stand for others once they are gone.
+        parent: the number of the tokens before them, where they do not begin a sequence.
+        names: salt, adapter and tenant, where tokens are stored.
+        start: the position of the first token.
+        ids: the token ids.
+        priority: how long they are kept, 0 to 100.
+    """
+
+    kind: Kind
+    node: int
+    parent: int
+    names: tuple[Name, Name, Name]
+    start: int
+    ids: NDArray[np.int64]
+    priority: int
+
+
+class Source(Protocol):
+    """A ring of changes, numbered from 0 on."""
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest change that is there."""
+
+    def drain(self) -> tuple[int, list[Change]]:
+        """Takes the oldest changes. Returns the number of the first, and the changes."""
 
 
 class EventLog:
-    """What happened to reusable blocks, for one consumer: threads and tasks that drain the same log share the events.
+    """What happens to the reusable blocks of one cache, for one consumer: threads and tasks that drain the same log
+    share the events.
 
-    A producer keeps the `Span` of what it stores, to say later which tokens are removed or have moved. A block is
-    reported only once it is whole. What does not fit is dropped, the oldest first, and the consumer finds a `Dropped`
-    in its place. Blocks whose `Stored` was dropped, and those behind them, are not reported again before they are
-    stored anew.
+    A block is reported only once it is whole. Changes that do not fit are dropped, the oldest first, and the consumer
+    finds a `Dropped` in their place. Blocks that were reported before that, and blocks that follow these, are not
+    reported again before they are stored anew.
 
     Methods may be called from several threads. In a forked child the log is empty.
     """
 
-    def __init__(self, block_size: int = 16, *, max_events: int = 10_000, max_tokens: int = 1 << 22) -> None:
+    def __init__(self, block_size: int = 16, *, max_events: int = 1 << 16) -> None:
         """Makes an empty log.
 
         Args:
             block_size: tokens in a block; routers have to be told the same number.
-            max_events: the most events that are kept for a consumer.
-            max_tokens: the most token ids that they hold, 8 bytes each.
+            max_events: the most changes that are kept for a consumer. A change is of a page of tokens, or of 64 tokens
+                where a page has more; the consumer finds those of one sequence in one event.
 
         Raises:
             ArgumentError: one of them is no whole number.
             LayoutError: `block_size` is not positive.
-            BudgetError: a bound is not positive.
+            BudgetError: `max_events` is not positive.
         """
-        block_size, max_events = _whole("block_size", block_size), _whole("max_events", max_events)
-        max_tokens = _whole("max_tokens", max_tokens)
-        if block_size < 1:
+        self.block_size, self.max_events = _whole("block_size", block_size), _whole("max_events", max_events)
+        if self.block_size < 1:
             raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
-        if max_events < 1 or max_tokens < 1:
-            raise BudgetError(f"max_events={max_events}, max_tokens={max_tokens}: a log has to hold something")
-        self.block_size = block_size
-        self.max_events, self.max_tokens = max_events, max_tokens
+        if self.max_events < 1:
+            raise BudgetError(f"max_events={max_events}: a log has to hold something")
         self._closed = self._is_of_cache = False
         self._reset()
         _logs.add(self)
 
     def _reset(self) -> None:
-        self._changed = threading.Condition()  # reentrant: a finalizer may append in the middle of anything
-        self._draining = threading.Lock()
-        self._records: deque[Record] = deque()
-        self._tokens = 0
-        self._dropped = self._missed = 0  # in all, and since the consumer was told
-        self._untold = 0  # taken by a call that has not returned
+        self._lock = threading.RLock()  # a signal handler may read in the middle of a read
+        self._source: Source | None = None
+        self._ready: list[Event] = []
+        self._is_over = False  # all that there will be was read
+        self._is_clear = False  # the last change was that all is gone
+        self._position = self._dropped = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets which blocks were reported."""
+        self._links: dict[int, Link] = {}
+        self._counts: Counter[int] = Counter()
 
     @property
     def dropped(self) -> int:
-        """How many events did not fit and were dropped."""
-        return self._dropped
+        """How many changes did not fit and were dropped."""
+        with self._lock:
+            return self._dropped + (max(self._source.first - self._position, 0) if self._source else 0)
 
     @property
     def closed(self) -> bool:
@@ -87,12 +129,10 @@ class EventLog:
         return self._closed
 
     def close(self) -> None:
-        """Ends the log: later events are ignored, and waiting consumers are woken. What is left can be drained."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Ends the log: waiting consumers return. What is left can be drained."""
+        self._closed = True
 
-    # Producers.
+    # ------------------------------------------------------------------ the cache
 
     def check_new(self) -> None:
         """Checks that it can be a new cache's.
@@ -102,147 +142,20 @@ class EventLog:
         """
         if self._closed or self._is_of_cache:
             state = "was closed" if self._closed else "is another cache's"
-            raise ArgumentError(f"asked to tell of a new cache in a log that {state}; each cache needs one of its own")
+            raise ArgumentError(f"got an event_log that {state}; each cache needs one of its own")
 
-    def root(self, salt: str | None = None, adapter: str | int | None = None, tenant: str | int | None = None) -> Span:
-        """The empty beginning of all sequences of a salt, an adapter and a tenant. Two roots of the same are the same.
-
-        Raises:
-            ArgumentError: the salt is not text, the adapter neither text nor a number from 0 to 2**63 - 1, or the
-                tenant neither text nor a number.
-        """
-        return Span(Root(*told_names(salt, adapter, tenant), self.block_size), None, 0, 0)
-
-    def created(self, device_blocks: int, host_blocks: int = 0) -> None:
-        """Reports that a cache has been made, empty, with room for that many blocks in each tier.
+    def follow(self, source: Source, device_blocks: int) -> None:
+        """Begins to read the changes of a new cache, which has room for so many blocks.
 
         Raises:
             ArgumentError: the log was closed, or is another cache's.
         """
         self.check_new()
-        self._is_of_cache = True
-        at = time.time()
-        self._append(lambda: Created(at, device_blocks, host_blocks))
+        with self._lock:
+            self._is_of_cache, self._source = True, source
+            self._ready.append(Created(time.time(), device_blocks))
 
-    def stored(self, parent: Span, start: int, ids: ArrayLike, *, tier: Tier = "device", priority: int = 35) -> Span:
-        """Reports that tokens can be reused from now on, and returns their span.
-
-        Args:
-            parent: the span, or the root, that they continue.
-            start: the position of the first of them, within `parent` or right behind it.
-            ids: their token ids, and before them those back to the beginning of the block in which `start` lies: the
-                first of `ids` is that of token `start - start % block_size`. The log makes a copy.
-            tier: where they lie.
-            priority: how long they are to be kept, 0 to 100.
-
-        Raises:
-            ShapeError: `ids` do not reach beyond `start`, or `start` is not in or behind `parent`.
-            ArgumentError: `ids` are not whole numbers of 32 bits, or there is no such tier.
-        """
-        at = time.time()
-        ids, stop = self._ids(start, ids)
-        _check_tiers(tier)
-        if parent.root.block_size != self.block_size or not parent.start <= start <= parent.stop:
-            raise ShapeError(f"in blocks of {self.block_size}, a span from token {start} on cannot continue {parent}")
-        span = Span(parent.root, parent, start, stop)
-
-        def event() -> Event | None:
-            blocks = span.store(ids)
-            return Stored(at, blocks, tier, priority) if blocks else None
-
-        self._append(event, len(ids))
-        return span
-
-    def removed(self, span: Span, start: int, *, tier: Tier = "device") -> None:
-        """Reports that the tokens of a span from `start` on are gone from the tier in which they lay.
-
-        Remove spans that continue it there first. Tokens in two tiers take two calls, the later tokens first.
-
-        Raises:
-            ShapeError: the span has no such token, or no longer has it.
-            ArgumentError: there is no such tier.
-        """
-        at = time.time()
-        _check_tiers(tier)
-        self._check(span, start, start + 1)
-        span.stop = start
-
-        def event() -> Event | None:
-            hashes = span.remove(start)
-            return Removed(at, hashes, tier) if hashes else None
-
-        self._append(event)
-
-    def updated(
-        self,
-        span: Span,
-        start: int,
-        ids: ArrayLike,
-        *,
-        tier: tuple[Tier, Tier] | None = None,
-        priority: tuple[int, int] | None = None,
-    ) -> None:
-        """Reports that tokens of a span have moved, or have another priority. A block is where its last token is.
-
-        Args:
-            span: of the tokens.
-            start: the position of the first of them.
-            ids: as those of `stored`, up to the last of them.
-            tier: where they lay, and where they lie now; None: they have not moved.
-            priority: the old one, and the new one; None: it has not changed.
-
-        Raises:
-            ShapeError: the span has no such tokens.
-            ArgumentError: `ids` are not whole numbers of 32 bits, or there is no such tier.
-        """
-        at = time.time()
-        ids, stop = self._ids(start, ids)
-        _check_tiers(*(tier or ()))
-        self._check(span, start, stop)
-
-        def event() -> Event | None:
-            blocks = span.blocks(start, ids)
-            return Updated(at, blocks, tier, priority) if blocks else None
-
-        self._append(event, len(ids))
-
-    def cleared(self) -> None:
-        """Reports that all blocks are gone. Spans stored before can no longer be removed or continued."""
-        at = time.time()
-        self._append(lambda: Cleared(at))
-
-    def _ids(self, start: int, ids: ArrayLike) -> tuple[NDArray[np.int64], int]:
-        """A copy of token ids, and the position behind the last one."""
-        array = np.array(ids)
-        check_ids(array)
-        begin = start - start % self.block_size
-        if start < 0 or array.ndim != 1 or begin + len(array) <= start:
-            raise ShapeError(
-                f"ids of shape {list(array.shape)} from token {begin} on, where a block begins, do not reach beyond "
-                f"token {start}"
-            )
-        return array.astype(np.int64, copy=False), begin + len(array)
-
-    def _check(self, span: Span, start: int, stop: int) -> None:
-        if span.root.block_size != self.block_size or not span.start <= start < stop <= span.stop:
-            raise ShapeError(f"tokens {start} to {stop - 1}, in blocks of {self.block_size}, are not all in {span}")
-
-    def _append(self, event: Callable[[], Event | None], tokens: int = 0) -> None:
-        record = tokens, event
-        with self._changed:
-            if self._closed:
-                return
-            # An interruption comes after a call: what is counted is counted before.
-            self._tokens += tokens
-            self._records.append(record)
-            while len(self._records) > self.max_events or self._tokens > self.max_tokens:
-                self._tokens -= self._records[0][0]
-                self._dropped += 1
-                self._missed += 1
-                self._records.popleft()
-            self._changed.notify_all()
-
-    # Consumers.
+    # ------------------------------------------------------------------ consumers
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
         """Takes what is in the log, the oldest first.
@@ -264,64 +177,113 @@ class EventLog:
                 f"got timeout={timeout!r}; give a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None to "
                 "wait for ever"
             )
-        if not isinstance(most, SupportsIndex | None):
-            raise ArgumentError(f"got most={most!r}; give a whole number of events, or None for all")
-        if most is not None and most < 1:
-            raise BudgetError(f"at most {most} events; ask for one or more, or for all by None")
+        if most is not None and _whole("most", most) < 1:
+            raise BudgetError(f"got most={most}; ask for one event or more, or for all by None")
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             closed = self._closed
-            with self._draining:
-                with self._changed:
-                    self._missed += self._untold  # an interruption took them
-                    self._untold = 0
-                events = list(islice(self._resolved(), most))
-                self._untold = 0
-            left = None if end is None else end - time.monotonic()
-            if events or closed or (left is not None and left <= 0):
+            events = self._take(most)
+            left = POLL if end is None else end - time.monotonic()
+            if events or closed or left <= 0:
                 return events
-            self._wait(left)
+            time.sleep(min(left, POLL))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Events as they come, until the log is closed. Who stops half-way leaves the others in the log."""
-        given_up = threading.Event()
-        try:
-            while True:
-                closed = self._closed
-                while events := self.events(most=1):
-                    yield events[0]
-                if closed:
-                    return
-                await asyncio.to_thread(self._wait, None, given_up)
-        finally:
-            with self._changed:
-                given_up.set()
-                self._changed.notify_all()
-
-    def _wait(self, timeout: float | None, given_up: threading.Event | None = None) -> None:
-        """Waits until there is something, or will never be, or nobody wants it any more."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._records or self._missed or self._closed or (given_up and given_up.is_set()), timeout
-            )
-
-    def _resolved(self) -> Iterator[Event]:
-        """Takes records and makes them events; those that were dropped come before all that are left."""
+        """Events as they come, until the log is closed. Where the loop over them ends early, the others stay in the
+        log."""
         while True:
-            with self._changed:
-                if missed := self._missed:
-                    self._untold += missed
-                    self._missed = 0
-                elif self._records:
-                    tokens, make = self._records[0]
-                    self._untold += 1
-                    self._tokens -= tokens
-                    self._records.popleft()
-                else:
-                    return
-            event = Dropped(time.time(), missed) if missed else make()
-            if event:
-                yield event
+            closed = self._closed
+            while events := self._take(1):
+                yield events[0]
+            if closed:
+                return
+            await asyncio.sleep(POLL)
+
+    def _take(self, most: int | None) -> list[Event]:
+        """Takes up to so many events that are there."""
+        with self._lock:
+            rounds, closed = self.max_events + 1, self._closed  # not as long as changes go on to come
+            while rounds and (most is None or len(self._ready) < most) and self._read():
+                rounds -= 1
+            if closed and rounds and not self._is_over and (most is None or len(self._ready) < most):
+                if self._source and not self._is_clear:
+                    self._ready.append(Cleared(time.time()))
+                self._is_over = True
+            taken = self._ready[:most]
+            del self._ready[:most]
+            return taken
+
+    def _read(self) -> bool:
+        """Makes events of some changes. Returns whether there were any."""
+        if self._source is None or self._is_over:
+            return False
+        first, changes = self._source.drain()
+        now, events, lost = time.time(), list[Event](), first - self._position
+        if lost:  # also changes that an interrupted call has taken
+            events.append(Dropped(now, lost))
+            self._forget()
+        for change in changes:
+            self._add(events, now, change)
+        self._ready += events
+        self._position, self._dropped = first + len(changes), self._dropped + lost
+        return bool(lost or changes)
+
+    def _add(self, events: list[Event], now: float, change: Change) -> None:
+        """Adds what there is to tell of a change: to the last event, where it is of the same kind and goes on there."""
+        last = events[-1] if events else None
+        self._is_clear = change.kind == "cleared"
+        if self._is_clear:
+            self._forget()
+            events.append(Cleared(now))
+        elif change.kind == "removed":
+            if hashes := self._removed(change):
+                if isinstance(last, Removed):
+                    events.pop()
+                    hashes = last.hashes + hashes
+                events.append(Removed(now, hashes))
+        elif blocks := self._stored(change):
+            if isinstance(last, Stored) and last.priority == change.priority and is_next(last.blocks, blocks):
+                events.pop()
+                blocks = joined(last.blocks, blocks)
+            events.append(Stored(now, blocks, change.priority))
+
+    def _stored(self, change: Change) -> Blocks | None:
+        """The blocks that can be found with some tokens, and could not before."""
+        if change.start:
+            before = self._links.get(change.parent)
+            if before is None:  # its own event was dropped
+                return None
+        else:
+            before = Link.root(told_names(*change.names), self.block_size)
+        link = self._links[change.node] = before.follow(change.ids, self.block_size)
+        known = sum(block in self._counts for block in link.hashes)  # the first ones: those of a node that begins alike
+        self._counts.update(link.hashes)
+        if known == len(link.hashes):
+            return None
+        return link.blocks(before, change.ids, change.start, known, self.block_size)
+
+    def _removed(self, change: Change) -> tuple[int, ...]:
+        """The blocks that cannot be found without some tokens, the last one first."""
+        link = self._links.pop(change.node, None)
+        gone = []
+        for block in reversed(link.hashes if link else ()):
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                del self._counts[block]
+                gone.append(block)
+        return tuple(gone)
+
+
+def is_next(blocks: Blocks, more: Blocks) -> bool:
+    """Whether blocks come right behind others."""
+    return more.parent == blocks.hashes[-1]
+
+
+def joined(blocks: Blocks, more: Blocks) -> Blocks:
+    """Blocks and those behind them."""
+    ids = np.concatenate([blocks.ids, more.ids])
+    names = blocks.salt, blocks.adapter, blocks.tenant
+    return Blocks(blocks.hashes + more.hashes, blocks.parent, ids, blocks.start, blocks.size, *names)
 
 
 def _whole(name: str, value: object) -> int:
@@ -333,20 +295,16 @@ def _whole(name: str, value: object) -> int:
 
 def check_ids(ids: NDArray[Any]) -> None:
     """Raises `ArgumentError` where these are no ids that routers can be told."""
-    if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
-        raise ArgumentError(f"token ids of type {ids.dtype}; routers read whole numbers from 0 to 2**32 - 1")
-
-
-def _check_tiers(*tiers: Tier) -> None:
-    if not set(tiers) <= set(TIERS):
-        raise ArgumentError(f"tier {' to '.join(map(repr, tiers))}: there are {' and '.join(TIERS)}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32:
+        raise ArgumentError("got token ids below 0 or above 2**32 - 1; routers read ids of 32 bits")
 
 
 _logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked child: who held a lock is not there, and what happened is the parent's to tell."""
+    """Empties the logs of a forked child: a lock may be held by a thread that it does not have, and the events are the
+    parent's to tell."""
     for log in _logs:
         log._reset()
 

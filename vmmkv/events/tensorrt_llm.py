@@ -6,23 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from .chain import Blocks
-from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
 from .naming import salt_of
 
-CACHE_LEVEL: dict[Tier, int] = {"device": 0, "host": 1}
 HASH_ALGORITHM = "vmmkv_sha256_64"
-"""None of TensorRT-LLM's: who computes hashes, and compares, has to know this one."""
+"""None of TensorRT-LLM's: a router that computes hashes itself, and compares, has to know this one."""
 
 
 class Encoder:
     """Makes dictionaries, and numbers them: ids are missing where events were dropped.
-
-    In TensorRT-LLM a block lies in one place. So a block that lies on the device and on the host is reported on the
-    device only.
 
     TensorRT-LLM has no event for a cleared cache: all blocks that this encoder has reported are removed.
     """
@@ -38,12 +33,12 @@ class Encoder:
         if attention_dp_rank is not None:
             self._common["attention_dp_rank"] = attention_dp_rank
         self._next_id = 0
-        self._known: dict[int, set[Tier]] = {}
-        """Where blocks lie that were told of, by hash."""
+        self._known: set[int] = set()
+        """The hashes of blocks that were reported and not removed."""
 
     def encode(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Makes dictionaries of events, in order. `Updated` becomes one for each block; `Cleared` and `Dropped` remove
-        all that is known: of what was dropped nobody knows whether it is still there."""
+        """Makes dictionaries of events, in order. `Cleared` and `Dropped` remove all that is known: some of it may be
+        gone."""
         encoded = []
         for event in events:
             if isinstance(event, Dropped):
@@ -56,81 +51,36 @@ class Encoder:
     def _data(self, event: Event) -> Iterator[dict[str, Any]]:
         match event:
             case Created():
-                yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks, event.host_blocks]}
+                yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks]}
             case Stored():
-                yield from self._stored(event)
+                self._known.update(event.blocks.hashes)
+                yield _stored(event)
             case Removed():
-                yield from self._removed(event)
-            case Updated():
-                if event.tier:
-                    self._known.update((each, {event.tier[1]}) for each in event.blocks.hashes)
-                levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
-                for block_hash in event.blocks.hashes:
-                    yield _updated(block_hash, levels, event.priority)
+                self._known.difference_update(event.hashes)
+                yield {"type": "removed", "block_hashes": list(event.hashes)}
             case Cleared() | Dropped():
                 if self._known:
-                    yield _removed(self._known)
-                self._known = {}
-
-    def _stored(self, event: Stored) -> Iterator[dict[str, Any]]:
-        """What is new, and what has come to the device. Blocks that are known have all before them known."""
-        hashes = event.blocks.hashes
-        known = next((at for at, each in enumerate(hashes) if each not in self._known), len(hashes))
-        for block_hash in hashes[:known]:
-            if "device" not in self._known[block_hash] and event.tier == "device":
-                yield _updated(block_hash, (CACHE_LEVEL["host"], CACHE_LEVEL["device"]), None)
-        for block_hash in hashes:
-            self._known.setdefault(block_hash, set()).add(event.tier)
-        if known < len(hashes):
-            yield _stored(event, known)
-
-    def _removed(self, event: Removed) -> Iterator[dict[str, Any]]:
-        """What is gone, and what is on the host only."""
-        gone = []
-        for block_hash in event.hashes:
-            tiers = self._known.get(block_hash, set())
-            if len(tiers) < 2:
-                self._known.pop(block_hash, None)
-                gone.append(block_hash)
-                continue
-            tiers.discard(event.tier)
-            if event.tier == "device":
-                yield _updated(block_hash, (CACHE_LEVEL["device"], CACHE_LEVEL["host"]), None)
-        if gone:
-            yield _removed(gone)
+                    yield {"type": "removed", "block_hashes": list(self._known)}
+                self._known = set()
 
 
-def _removed(hashes: Iterable[int]) -> dict[str, Any]:
-    return {"type": "removed", "block_hashes": list(hashes)}
-
-
-def _updated(block_hash: int, levels: tuple[int, int] | None, priority: tuple[int, int] | None) -> dict[str, Any]:
-    return {
-        "type": "updated",
-        "block_hash": block_hash,
-        "cache_level": _difference(levels),
-        "priority": _difference(priority),
-    }
-
-
-def _stored(event: Stored, first: int) -> dict[str, Any]:
-    """Of the blocks from one on."""
+def _stored(event: Stored) -> dict[str, Any]:
     blocks = event.blocks
     salt = salt_of(blocks.salt, blocks.tenant)
     stored = {
         "type": "stored",
-        "parent_hash": blocks.hashes[first - 1] if first else blocks.parent,
+        "parent_hash": blocks.parent,
         "blocks": [
             {
                 "type": "stored_block",
                 "block_hash": block_hash,
                 "tokens": tokens,
-                "cache_level": CACHE_LEVEL[event.tier],
+                "cache_level": 0,  # the device
                 "priority": event.priority,
                 "mm_keys": [],
                 "cache_salt": salt,
             }
-            for block_hash, tokens in islice(zip(blocks.hashes, _tokens(blocks)), first, None)
+            for block_hash, tokens in zip(blocks.hashes, _tokens(blocks))
         ],
     }
     # TensorRT-LLM itself does not say it; Dynamo reads it from here.
@@ -140,7 +90,3 @@ def _stored(event: Stored, first: int) -> dict[str, Any]:
 def _tokens(blocks: Blocks) -> Iterator[list[dict[str, Any]]]:
     for ids in blocks.ids.reshape(-1, blocks.size).tolist():
         yield [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
-
-
-def _difference(values: tuple[int, int] | None) -> dict[str, Any] | None:
-    return values and {"type": "event_diff", "old_value": values[0], "new_value": values[1]}

@@ -6,16 +6,17 @@ a map with the name as `type`, and what is None and optional is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from .chain import Blocks
-from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .kinds import Event, Removed, Stored
 from .naming import salt_of
 
-MEDIUM: dict[Tier, str] = {"device": "GPU", "host": "CPU"}
+MEDIUM = "GPU"
+"""Where blocks are: they are read there, whether or not they wait on the host until then."""
 
 Fields = dict[str, Any]
 
@@ -23,9 +24,8 @@ Fields = dict[str, Any]
 def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, arrays: bool = False) -> bytes | None:
     """Packs events into one batch.
 
-    `Stored` is a `BlockStored`, `Removed` a `BlockRemoved`. `Updated` is a `BlockStored` in the new tier and a
-    `BlockRemoved` from the old one. `Cleared`, `Created` and `Dropped` are an `AllBlocksCleared`: what a router knew of
-    this worker is wrong, or may be.
+    `Stored` is a `BlockStored`, `Removed` a `BlockRemoved`. `Cleared`, `Created` and `Dropped` are an
+    `AllBlocksCleared`: what a router knew of this worker is wrong, or may be.
 
     Args:
         events: in order; the batch has the time of the last one.
@@ -33,27 +33,22 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
         arrays: whether to write events as vLLM did up to 0.23.
 
     Returns:
-        The bytes, or None if vLLM has no event for any of these: it has no priorities.
+        The bytes, or None without events.
     """
-    told = [_as_array(*each) if arrays else _as_map(*each) for event in events for each in _told(event)]
+    told = [_as_array(*each) if arrays else _as_map(*each) for each in map(_told, events)]
     return msgspec.msgpack.encode([events[-1].time, told, data_parallel_rank]) if told else None
 
 
-def _told(event: Event) -> Iterator[tuple[str, Fields, Fields]]:
-    """Name, fields, and optional fields of what vLLM would tell."""
-    match event:
-        case Cleared() | Created() | Dropped():
-            yield "AllBlocksCleared", {}, {}
-        case Stored():
-            yield _stored(event.blocks, event.tier)
-        case Removed():
-            yield _removed(event.hashes, event.tier)
-        case Updated(tier=(old, new)):
-            yield _stored(event.blocks, new)  # first: a router that knows it nowhere forgets what it is
-            yield _removed(event.blocks.hashes[::-1], old)
+def _told(event: Event) -> tuple[str, Fields, Fields]:
+    """Name, fields, and optional fields of vLLM's event."""
+    if isinstance(event, Stored):
+        return _stored(event.blocks)
+    if isinstance(event, Removed):
+        return "BlockRemoved", {"block_hashes": event.hashes, "medium": MEDIUM}, {"group_idx": None}
+    return "AllBlocksCleared", {}, {}
 
 
-def _stored(blocks: Blocks, tier: Tier) -> tuple[str, Fields, Fields]:
+def _stored(blocks: Blocks) -> tuple[str, Fields, Fields]:
     numbered = isinstance(blocks.adapter, int)
     fields = {
         "block_hashes": blocks.hashes,
@@ -61,7 +56,7 @@ def _stored(blocks: Blocks, tier: Tier) -> tuple[str, Fields, Fields]:
         "token_ids": blocks.ids.tolist(),
         "block_size": blocks.size,
         "lora_id": blocks.adapter if numbered else None,
-        "medium": MEDIUM[tier],
+        "medium": MEDIUM,
         "lora_name": str(blocks.adapter) if numbered else blocks.adapter,  # all that routers tell adapters by
     }
     salt = salt_of(blocks.salt, blocks.tenant) if blocks.start == 0 else None
@@ -72,10 +67,6 @@ def _stored(blocks: Blocks, tier: Tier) -> tuple[str, Fields, Fields]:
         "kv_cache_spec_sliding_window": None,
     }
     return "BlockStored", fields, optional
-
-
-def _removed(hashes: tuple[int, ...], tier: Tier) -> tuple[str, Fields, Fields]:
-    return "BlockRemoved", {"block_hashes": hashes, "medium": MEDIUM[tier]}, {"group_idx": None}
 
 
 def _as_map(name: str, fields: Fields, optional: Fields) -> Fields:

@@ -124,6 +124,11 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
     return bool(device_fits and key.dtype in ATTENTION_DTYPES and head_dim in HEAD_DIMS and head_dim == value.shape[-1])
 
 
+def shown(key: torch.Tensor, value: torch.Tensor) -> str:
+    """What kernels take, or do not take, of K and V."""
+    return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
+
+
 def _lacking(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -134,7 +139,7 @@ def _lacking(
 ) -> str | None:
     """What the kernels cannot do of what is asked for; None if they can do all of it."""
     if not kernels_take(key, value):
-        return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
+        return shown(key, value)
     if query.dtype != key.dtype:
         return f"queries in {query.dtype} and keys in {key.dtype}"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -243,6 +248,7 @@ def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
     return bias[..., seen].clone(memory_format=torch.contiguous_format)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks the device for lengths
 def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> tuple[slice, torch.Tensor]:
     """Of whole rows, from the first token that any query sees to the last, and the part of `mask`, `[..., kv_length]`
     and added to scores, that is about them.

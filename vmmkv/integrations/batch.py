@@ -18,13 +18,20 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_size
+from ..arguments import check_length, check_size
 from ..cache import KVCache
 from ..core.addresses import ADDRESS_LIMIT
-from ..errors import OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
+from ..errors import (
+    DriverOutOfMemoryError,
+    OutOfPagesError,
+    OutOfRowsError,
+    ReleasedTokensError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from ..layout import KVLayout
-from ..memory.pool import FramePool
-from ..sequence import Sequence, check_length
+from ..pool import FramePool
+from ..sequence import Sequence
 from .row_writes import RowWriter
 from .scaled_states import write_quantized
 
@@ -92,7 +99,6 @@ class Batch:
     Args:
         kv_cache: whose rows they are in.
         limits: what it can grow to.
-        zero_tail: rows can be read to their end, as in `KVCache`.
         first_row: the first of its rows.
 
     Raises:
@@ -100,12 +106,14 @@ class Batch:
         DriverError: as in `KVCache.sequence`.
     """
 
-    def __init__(self, kv_cache: KVCache, limits: Limits, zero_tail: bool, first_row: int = 0) -> None:
-        self.kv_cache, self._limits, self.zero_tail, self._first_row = kv_cache, limits, zero_tail, first_row
+    def __init__(self, kv_cache: KVCache, limits: Limits, first_row: int = 0) -> None:
+        self.kv_cache, self._limits, self._first_row = kv_cache, limits, first_row
         self._places = [
             Place.of(layer.range, *(states[first_row:] for states in self._whole(index)[:2]))
             for index, layer in enumerate(kv_cache.layout.layers)
         ]
+        self.ranges = [kv_cache.range(index) for index in range(len(kv_cache.layout.record_bytes))]
+        """Those of the cache: compilers cannot look into that."""
         self.origin = self.first = self.end = self.shared_end = 0
         self.page_tokens = max(kv_cache.page_size // max(kv_cache.layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
@@ -114,7 +122,7 @@ class Batch:
         self._finish_change()
 
     @classmethod
-    def open(cls, layout: KVLayout, limits: Limits, pool: FramePool, zero_tail: bool = False) -> Batch:
+    def open(cls, layout: KVLayout, limits: Limits, pool: FramePool) -> Batch:
         """A batch in a `KVCache` of its own, with rows for copies.
 
         Args:
@@ -131,11 +139,10 @@ class Batch:
             limits.max_seq_len,
             pool=pool,
             int32_strides=layout.scales is None,  # of 8 bits only kernels of ours count strides
-            zero_tail=zero_tail,
-            lookahead=0 if zero_tail else limits.lookahead,
+            lookahead=limits.lookahead,
             large_frames=limits.large_frames,
         )
-        return cls(kv_cache, limits, zero_tail)
+        return cls(kv_cache, limits)
 
     def holds(self, rows: int, first: int, end: int) -> bool:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
@@ -210,24 +217,33 @@ class Batch:
                 sequence.release_before(first - self.origin)
         self._is_changing = False
 
-    def reorder(self, indices: list[int], share: bool) -> None:
+    def reorder(self, indices: list[int], share: bool, anew: bool = False) -> None:
         """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer.
 
         Args:
-            share: whether they may share pages: then what is written before `end` is to be unshared.
+            share: whether they may share pages: then what is written before `end` is to be unshared. If not, no row
+                shares any behind this.
+            anew: have sequences that change share all full pages with what they become, which maps these; else they
+                get copies of what they do not share yet.
 
         Raises:
             OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError: there is no room; nothing has changed.
-            DriverError: as in `KVCache.reorder`. After a failure in the middle no row that was there before, and was to
-                change, holds tokens any more.
+            DriverError: as in `KVCache.reorder`. After a failure in the middle, or any failure `anew`, no row that was
+                there before holds tokens any more.
         """
         rows = max(len(indices), self.rows)
         self._check_rows(rows)
         self._finish_change()
         self._is_changing = True
-        if share:
-            self.shared_end = self.end
-        self.kv_cache.reorder(self._sequences[:rows], [*indices, *range(len(indices), rows)], share=share)
+        self.shared_end = self.end
+        moves = {row: source for row, source in enumerate(indices) if row != source}
+        while anew and (unread := moves.keys() - moves.values()):
+            for row in unread:
+                self._fork(row, moves.pop(row))
+        self.kv_cache.reorder(self._sequences[:rows], [moves.get(row, row) for row in range(rows)])
+        if not share:
+            self.kv_cache.unshare(self._sequences[:rows], self.first - self.origin)
+            self.shared_end = 0
         if rows > self.rows:
             self._set_rows(rows)
         self._is_changing = False
@@ -237,13 +253,24 @@ class Batch:
         unshared then.
 
         Raises:
-            OutOfPagesError, DriverError: as in `reorder`.
+            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`; the batch holds no tokens then.
         """
         self._finish_change()
         self._is_changing = True
         self.shared_end = self.end
-        self.kv_cache.reorder([self._sequences[source], self._sequences[row]], [0, 0], copy=False)
+        self._fork(row, source)
         self._is_changing = False
+
+    def _fork(self, row: int, source: int) -> None:
+        """Has a row begin anew, as a fork of another; or, without memory for that, a copy in its own pages."""
+        self.kv_cache.free([self._sequences[row]])
+        self._sequences[row] = self.kv_cache.sequence(row=self._first_row + row)
+        pair = [self._sequences[source], self._sequences[row]]
+        try:
+            self.kv_cache.reorder(pair, [0, 0])
+        except (OutOfPagesError, DriverOutOfMemoryError):
+            self.kv_cache.extend(pair[1:], self.end - self.origin, starts=[self.first - self.origin])
+            self.kv_cache.reorder(pair, [0, 0])
 
     def fork(self) -> Batch | None:
         """Another batch that holds the same tokens, on the same pages as far as those are full; None where there are no
@@ -266,7 +293,7 @@ class Batch:
         """An empty batch in other rows, if there are any."""
         for first_row in range(0, self.kv_cache.max_sequences, self._limits.max_batch_size):
             with suppress(OutOfRowsError):
-                return Batch(self.kv_cache, self._limits, self.zero_tail, first_row)
+                return Batch(self.kv_cache, self._limits, first_row)
         return None
 
     def unshare(self, first: int) -> None:
@@ -285,7 +312,7 @@ class Batch:
         if self._is_changing:
             try:
                 self._truncate()
-            except UseAfterFreeError:  # reordering has ended in the middle, and these with it
+            except (UseAfterFreeError, ValueError):  # what was cut short has ended some, or emptied them
                 self._set_rows(0)
             self._renew(self.rows)
             self._is_changing = False
@@ -333,7 +360,7 @@ class Batch:
         by side a compiler would make copies.
         """
         place = self._places[layer]
-        flat = self.kv_cache.range(place.range)
+        flat = self.ranges[place.range]
         k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
         v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
         return k, v
@@ -352,7 +379,7 @@ class Batch:
                 k.copy_(keys)
                 v.copy_(values)
 
-    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool, pool: FramePool) -> Batch:
+    def copy(self, layout: KVLayout, layers: Iterable[int], pool: FramePool) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
 
         Args:
@@ -361,7 +388,7 @@ class Batch:
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
-        twin = Batch.open(layout, self._limits, pool, zero_tail)
+        twin = Batch.open(layout, self._limits, pool)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
             there, here = (batch.parts(layer, self.rows, self.first, self.end) for batch in (twin, self))

@@ -8,6 +8,9 @@ transformers asks, outside of the graph, how long its mask must be: that announc
 for it. A compiled write takes the announcement of its layer, by which the host counts its tokens afterwards; without
 one it is refused, unless the user has reserved room.
 
+Whole rows have memory for live tokens only, so vmmkv's own attention alone reads them, with its kernels. Where these
+cannot run nothing is compiled: layers give views of live tokens, as those of other caches do.
+
 Invariants:
  1. The host knows each layer's length exactly and tells the device, where the two may differ, before it is used: after
     a pass that was announced and not counted, say. Once room was reserved the device knows it, and the host asks.
@@ -17,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
@@ -24,7 +28,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from ..errors import StreamCaptureError, UnsupportedError
-from .attention import NAME, kernels_take
+from .attention import NAME, kernels_take, shown
 from .batch import Limits
 from .extents import Extent, Passes, unfinished
 from .layer_group import LayerGroup, check_autograd, check_batch
@@ -38,12 +42,9 @@ class CompiledLayerGroup(LayerGroup):
 
     Args:
         limits, pools, passes, window: as in `LayerGroup`.
-        attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(
-        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, attention: Callable[[], str]
-    ) -> None:
+    def __init__(self, limits: Limits, pools: Pools, passes: Passes, window: int | None) -> None:
         super().__init__(limits, pools, passes, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
@@ -51,7 +52,8 @@ class CompiledLayerGroup(LayerGroup):
         """Whether the device knows what the host does, unless a pass that was announced has ended in the middle."""
         self._told_limit = 0
         """What `limit` says on the device; -1 where an interruption may have come in between."""
-        self._attention = attention
+        self.has_kernels = True
+        """Whether vmmkv's kernels take the K and V of all layers, as far as these are known."""
 
     # ------------------------------------------------------------------ memory
 
@@ -66,15 +68,17 @@ class CompiledLayerGroup(LayerGroup):
         super().learn(layer, keys, values)
         if batch is not self.batch:
             self._tell_compilers()
-
-    def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        return self._attention() != NAME or not kernels_take(keys, values)
+        if self.has_kernels and not kernels_take(keys, values):
+            self.has_kernels = False
+            warnings.warn(
+                f'VmmCache(compile=True) works uncompiled: attn_implementation="{NAME}" has no kernels for '
+                f"{shown(keys, values)}",
+                stacklevel=2,
+            )
 
     def _tell_compilers(self) -> None:
         """That what graphs read and write never moves: CUDA graphs are not made of other memory that is written."""
-        kv_cache = self._held().kv_cache
-        ranges = map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))
-        for tensor in (self.lengths, self.limit, self.row_numbers, *ranges):
+        for tensor in (self.lengths, self.limit, self.row_numbers, *self._held().ranges):
             torch._dynamo.mark_static_address(tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -86,8 +90,8 @@ class CompiledLayerGroup(LayerGroup):
 
     def __getstate__(self) -> NoReturn:
         raise UnsupportedError(
-            "a cache made with compile=True cannot be pickled: what must be mapped behind its tokens depends on the "
-            "attention that will read them. Save one that was made without it; copy.deepcopy copies either"
+            "a cache made with compile=True cannot be pickled: compiled passes know where its rows are. Save one that "
+            "was made without it; copy.deepcopy copies either"
         )
 
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +112,9 @@ class CompiledLayerGroup(LayerGroup):
 
     def _make_room(self, rows: int, first: int, end: int) -> None:
         batch = self._held()
-        if not batch.holds(rows, first, end):
+        if not self.has_kernels:
+            super()._make_room(rows, first, end)
+        elif not batch.holds(rows, first, end):
             if batch.rows:  # what windows have left behind goes; what was announced, or reserved, stays
                 batch.shrink(batch.rows, self._needed()[1], batch.end)
             self._check_rows()
@@ -133,13 +139,10 @@ class CompiledLayerGroup(LayerGroup):
             self.tell(layer)
         self.append(layer, write_rows, keys, values)
 
-    def read_whole_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`: `WholeRows` where there is no
-        memory behind the live tokens."""
+    def read_whole_rows(self, layer: int) -> tuple[WholeRows, WholeRows]:
+        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
         batch, rows = self._held(), self._extents[layer].rows
         k, v = (states.transpose(1, 2) for states in batch.whole_rows(layer, rows))
-        if batch.zero_tail:
-            return k, v
         lengths = self.lengths[layer, :rows]
         return WholeRows(k, lengths, self.window), WholeRows(v, lengths, self.window)
 
@@ -175,6 +178,11 @@ class CompiledLayerGroup(LayerGroup):
         self.lengths.copy_(ends, non_blocking=True)
         self.is_told = True
 
+    def expect_none(self) -> None:
+        """No pass comes that was announced."""
+        for extent in self._extents:
+            extent.expected = 0
+
     def expect(self, tokens: int, asker: Extent) -> None:
         """A pass of `tokens` may come, to the layers that are in the same state as `asker`: makes room for it.
 
@@ -183,8 +191,7 @@ class CompiledLayerGroup(LayerGroup):
         """
         held = [extent for extent in self._extents if extent.rows]
         is_told = self.is_told and not any(extent.expected for extent in held)  # the last one may have broken off
-        for extent in self._extents:
-            extent.expected = 0
+        self.expect_none()
         if held:
             if not (is_told or self.is_reserved):
                 self.tell_all()
@@ -225,6 +232,11 @@ class CompiledLayerGroup(LayerGroup):
 
     def reserve(self, seq_len: int) -> None:
         """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
+        if not self.has_kernels:
+            raise UnsupportedError(
+                "asked to reserve room for passes that are compiled or captured by hand; this cache works uncompiled, "
+                f"since {NAME} has no kernels for its K and V"
+            )
         self.settle()
         if not self.is_reserved:
             self.tell_all()
@@ -256,14 +268,10 @@ class CompiledLayerGroup(LayerGroup):
             self.is_reserved = False
         self.settle()
         super().fit()
-        for extent in self._extents:
-            extent.expected = 0  # its room may be gone
+        self.expect_none()  # the room for it may be gone
         self.tell_all()
         self._tell_limit()
 
     def _needed(self) -> tuple[int, int, int]:
         rows, first, end = super()._needed()
-        batch = self._held()
-        if rows and batch.zero_tail:
-            first = batch.first  # rows are read from there to their end
-        return rows, first, batch.end if rows and self.is_reserved else end
+        return rows, first, self._held().end if rows and self.is_reserved else end

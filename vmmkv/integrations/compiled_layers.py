@@ -19,13 +19,17 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         group: that it belongs to.
     """
 
-    is_compileable = True
     is_croppable = True
     _group: CompiledLayerGroup
 
     def __init__(self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int) -> None:
         super().__init__(group, layer_idx)
         self._groups = groups
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether there are kernels for what it holds."""
+        return self._group.has_kernels
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         # Inside of a graph there is nothing to count; where room was reserved, that breaks it, however.
@@ -38,17 +42,16 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
 
-        That is whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`, inside of graphs, and wherever
-        `get_mask_sizes` was asked before: what lies behind the new tokens is zero for an attention that reads it, and
-        nothing for vmmkv's own, which alone can read these `WholeRows`. Who has no use for a mask gets what `VmmLayer`
-        returns.
+        That is whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`, inside of graphs, and where
+        `get_mask_sizes` has returned as many before: `WholeRows`, which vmmkv's own attention alone can read. Elsewhere
+        it is what `VmmLayer` returns: for the first tokens, without kernels, and for callers that ask for no mask.
 
         Raises:
             VmmkvError: see `LayerGroup.write`, and `CompiledLayerGroup.check_graph`; nothing was written.
         """
         group, extent = self._group, self._extent
         if torch.compiler.is_compiling():
-            if not extent.rows:
+            if not (extent.rows and group.has_kernels):
                 return self._append_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
         elif not group.is_captured:
             return self._append(key_states, value_states)
@@ -61,7 +64,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group, extent = self._group, self._extent
         group.settle()
-        first, is_masked = self._first_visible(extent.end), extent.expected == keys.shape[2]
+        first, is_masked = self._first_visible(extent.end), extent.expected == keys.shape[2]  # 0: it was not asked
         group.write(self._index, keys, values, extent.end)
         return group.read_whole_rows(self._index) if is_masked else group.read(self._index, first)
 
@@ -70,7 +73,12 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         return self._append(keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Whole rows. It announces a pass of `query_length` tokens, which need not come."""
+        """Whole rows, which announces a pass of `query_length` tokens, which need not come; what `VmmLayer` returns for
+        the first tokens, and without kernels."""
+        if not self._group.has_kernels:
+            self._group.expect_none()
+        if not (self._extent.rows and self._group.has_kernels):
+            return super().get_mask_sizes(query_length)
         if torch.compiler.is_compiling():
             self._group.check_room(self._extent, query_length)
         else:
@@ -88,7 +96,8 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         for group in self._groups:
             group.settle()
         for group in self._groups:
-            group.expect(tokens, self._extent)
+            if group.has_kernels:
+                group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""

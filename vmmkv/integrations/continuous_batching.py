@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..arguments import check_size
 from ..errors import ArgumentError
 from ..layout import kv_dtype_from_name
-from ..memory.pool import FramePool
+from ..pool import FramePool
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -17,9 +17,7 @@ import torch
 from ..errors import (
     AutogradError,
     DeviceError,
-    DriverOutOfMemoryError,
     DtypeError,
-    OutOfPagesError,
     ShapeError,
     StreamCaptureError,
 )
@@ -122,7 +120,7 @@ class LayerGroup:
         guess = next(iter(known.values()))
         shapes = [known.get(index, guess) for index in range(num_layers)]
         layout = self._layout(shapes, self.states_dtype)
-        return self.batch.copy(layout, known, self.batch.zero_tail, self.batch.kv_cache.pool)
+        return self.batch.copy(layout, known, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
         """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
@@ -146,24 +144,16 @@ class LayerGroup:
         dtype = self._dtype_with(keys.dtype)
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], dtype)
-            zero_tail = self._reads_whole_rows(keys, values)
-            self.batch = Batch.open(layout, self._limits, self._pools.on(keys.device), zero_tail)
-        else:
-            zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
-            looks = shape, dtype, zero_tail
-            if looks != (self._room(layer), self.states_dtype, self.batch.zero_tail):
-                layout = self._layout([known or shape for known in shapes], dtype)
-                others = [index for index, known in enumerate(self._shapes) if known and index != layer]
-                self.batch = self.batch.copy(layout, others, zero_tail, self.batch.kv_cache.pool)
+            self.batch = Batch.open(layout, self._limits, self._pools.on(keys.device))
+        elif (shape, dtype) != (self._room(layer), self.states_dtype):
+            layout = self._layout([known or shape for known in shapes], dtype)
+            others = [index for index, known in enumerate(self._shapes) if known and index != layer]
+            self.batch = self.batch.copy(layout, others, self.batch.kv_cache.pool)
         self._shapes, self.states_dtype = shapes, dtype
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
         """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
         return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
-
-    def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether attention to K and V like these reads rows to their end."""
-        return False
 
     def _room(self, layer: int) -> Shape | None:
         """The shape that a layer's place in the record has; None where it has none."""
@@ -326,7 +316,7 @@ class LayerGroup:
         fills none. It comes before the next pass: all layers have written, and beams have been put into order.
 
         Raises:
-            DriverError: as in `Batch.share`. Where there is no memory for it nothing is shared.
+            OutOfPagesError, DriverError: as in `Batch.share`.
         """
         batch, last = self._held(), self._extents[-1]
         if last.rows < 2 or last.last_pass[1] <= batch.page_tokens or last.last_pass == self._compared_pass:
@@ -335,9 +325,8 @@ class LayerGroup:
         self.fit()
         if last.first == last.end or not (self._are_alike() and self._can_share()):  # a window of one token keeps none
             return
-        with suppress(OutOfPagesError, DriverOutOfMemoryError, torch.OutOfMemoryError):
-            for row, source in equal_neighbours(batch, self._extents):
-                batch.share(row, source)
+        for row, source in equal_neighbours(batch, self._extents):
+            batch.share(row, source)
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
@@ -376,10 +365,10 @@ class LayerGroup:
         """
         held = [extent for extent in self._extents if extent.rows]
         if self._are_alike():
-            share = self._can_share()
+            share, rows = self._can_share(), held[0].rows
             for extent in held:
                 extent.changes += 1
-            self._held().reorder(indices[: held[0].rows], share)
+            self._held().reorder(indices[:rows], share, anew=share and len(indices) > rows)
             for extent in held:
                 extent.rows = len(indices)
             self._has_selected = True
@@ -412,7 +401,7 @@ class LayerGroup:
         vars(twin).update(copy.deepcopy(vars(self) | {"batch": None, "_is_shown": False}, memo))
         if self.batch and batch is None:
             layout = self.batch.kv_cache.layout
-            batch = self.batch.copy(layout, range(layout.num_layers), self.batch.zero_tail, self.batch.kv_cache.pool)
+            batch = self.batch.copy(layout, range(layout.num_layers), self.batch.kv_cache.pool)
         twin.batch = batch
         return twin
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from ..memory.pool import FramePool
+from ..pool import FramePool
 
 
 class Waiter(Protocol):

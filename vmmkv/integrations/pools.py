@@ -11,10 +11,9 @@ from typing import Any, Self
 import torch
 
 from ..arguments import check_size
+from ..budget import parse_bytes
 from ..errors import ArgumentError, DeviceError
-from ..memory.budget import parse_bytes
-from ..memory.owner import check_given
-from ..memory.pool import FramePool
+from ..pool import FramePool, check_given
 
 
 def check_memory(pool: FramePool | None, *, max_bytes: float | str | None, page_size: int | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ..cache import KVCache
 from ..core.addresses import ADDRESS_LIMIT
-from ..memory.pool import FramePool
+from ..pool import FramePool
 from .row_groups import Group, devices_of
 from .row_ranks import Ranks
 

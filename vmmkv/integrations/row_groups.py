@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..errors import DeviceError, UnsupportedError
 from ..layout import KVLayout
-from ..memory.pool import FramePool
+from ..pool import FramePool
 from .attention import kernels_take
 from .left_to_attention import LeftToAttention
 from .scaled_states import check_quantizable

@@ -173,7 +173,7 @@ class RowRequests:
     def commit(self, name: str, token_ids: list[int]) -> None:
         """Makes a request's first tokens known to others, if it was begun with tokens."""
         for sequence in self._requests.get(name, []):
-            if sequence.key is not None:
+            if sequence.is_reusable:
                 sequence.commit(token_ids)
 
     def fork(self, parent: str, children: Many[str]) -> list[str]:

@@ -43,9 +43,9 @@ from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager, TimedModel
 from transformers.cli.serving.utils import GenerationState, Modality, split_model_id
 
+from ..budget import parse_bytes
 from ..errors import ArgumentError, BudgetError, SequenceTooLongError, UnsupportedError
 from ..layout import kv_dtype_from_name
-from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..publication import publish
 from . import serving_fields

@@ -37,7 +37,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..layout import DTYPES, kv_dtype_from_name
-from ..memory.pool import FramePool
+from ..pool import FramePool
 from .batch import Limits
 from .compiled_group import CompiledLayerGroup
 from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer
@@ -48,9 +48,6 @@ from .layers import VmmLayer, VmmSlidingWindowLayer
 from .pools import Pools
 from .scaled_states import as_plain
 from .spans import NAME
-
-WRONG_OVER_ROWS = frozenset({"bloom", "gpt_neo", "led", "nllb-moe"})
-"""Types of models whose own code is wrong, or fails, where K is a whole row, as in a `StaticCache`."""
 
 
 class VmmCache(DynamicCache):
@@ -90,11 +87,11 @@ class VmmCache(DynamicCache):
         page_size: bytes of a page; None is 2 MiB.
         pool: physical memory shared with others, instead of `max_bytes` and `page_size`: for models on its device.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
-            pages of them on a GPU, 0 is no thread. There is none where rows are read to their end.
+            pages of them on a GPU, 0 is no thread.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
-            `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
-            tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
-            the larger it is. Layers write a prompt as a whole, also where a window moves over it.
+            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`. Where its
+            kernels do not take K and V (on the CPU, in some dtypes and head sizes) a warning says so, and the cache
+            works uncompiled. Layers write a prompt as a whole, also where a window moves over it.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
             head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them as they are. For any
             other attention a layer's K and V are dequantized in each forward pass, in memory that is freed after the
@@ -103,14 +100,15 @@ class VmmCache(DynamicCache):
         offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
-        ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `max_bytes` is given with a pool.
+        ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `max_bytes` is given with a pool;
+            or `compile=True` for a model that runs another attention.
         LayoutError, BudgetError: a number is out of range. At the first write: there is no such page, or a single
             layer's rows are longer than 32-bit strides reach, or the rows take more virtual addresses than there are,
             or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
-            as whole rows, or whose own code is wrong over them.
+            as whole rows.
     """
 
     layers: list[Any]
@@ -141,11 +139,11 @@ class VmmCache(DynamicCache):
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
             )
-        model_type = config.get_text_config(decoder=True).model_type
-        if compile and model_type in WRONG_OVER_ROWS:
-            raise UnsupportedError(
-                f"asked for compile=True for {model_type}, whose own code is wrong over whole rows, and over a "
-                "StaticCache. Make the cache without it"
+        if compile and _attention_of(config) != NAME:
+            raise ArgumentError(
+                f"asked for compile=True for a model with attn_implementation={_attention_of(config)!r}, which reads "
+                f'rows to their end, where no memory is; load it with attn_implementation="{NAME}", or make the cache '
+                "without compile=True"
             )
         kept_dtype = kv_dtype_from_name(kv_dtype)
         super().__init__(config=config)
@@ -155,18 +153,19 @@ class VmmCache(DynamicCache):
         """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-        group = partial(self._group, config)
-        self.layers[:] = [self._with_rows(layer, index, group) or layer for index, layer in enumerate(self.layers)]
+        self.layers[:] = [
+            self._with_rows(layer, index, self._group) or layer for index, layer in enumerate(self.layers)
+        ]
         self._tell_what_is_kept()
 
-    def _group(self, config: PreTrainedConfig, window: int | None) -> Any:
+    def _group(self, window: int | None) -> Any:
         """The group for layers of a window, while no layer is on a device yet."""
         found = next((group for group in self._groups if group.window == window), None)
         if found is not None:
             return found
         options = self._limits, self._pools, self._passes, window
         if self._is_compiled:
-            self._groups.append(CompiledLayerGroup(*options, lambda: _attention_of(config)))
+            self._groups.append(CompiledLayerGroup(*options))
         else:
             self._groups.append(LayerGroup(*options))
         return self._groups[-1]
@@ -296,6 +295,7 @@ class VmmCache(DynamicCache):
 
         Raises:
             ValueError: the cache was made without `compile=True`, or nothing was written to it.
+            UnsupportedError: there are no kernels for its K and V.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`. What was reserved stays so.
         """
         compiled = [group for group in self._groups if isinstance(group, CompiledLayerGroup)]

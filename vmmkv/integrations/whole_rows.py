@@ -69,7 +69,6 @@ class WholeRows(torch.Tensor):
 def _unreadable(asked: str) -> UnsupportedAttentionError:
     return UnsupportedAttentionError(
         f"asked for {asked} of K or V in whole rows, which have memory for live tokens only: this VmmCache was made "
-        f"with compile=True and a config whose attn_implementation was {NAME!r} when the first tokens came, and "
-        "something else reads it. After set_attn_implementation() call reset() and start over; give VmmCache the "
-        "config of the model that runs; or make it without compile=True"
+        f"with compile=True, for models with attn_implementation={NAME!r}, and something else reads it. Undo "
+        "set_attn_implementation(), give VmmCache the config of the model that runs, or make it without compile=True"
     )

@@ -1,4 +1,4 @@
-"""Committing: nodes for the tokens of a live sequence, and references to the frames that these fill. Evicting."""
+"""Committing: nodes for the tokens of a live sequence, and references to the frames that these fill."""
 
 import numpy as np
 
@@ -9,9 +9,9 @@ from ..core.rows import frame_at, place, recount, row_of, track
 from ..core.streams import pending_slots, record_slots
 from ..core.tables import ASK, BROKEN, CACHE, DEAD, DONE, EXTENT, FAILED, FRAME, GONE, LISTS, POOL, ROW, ROW_BITS
 from ..driver.running import enter, leave
-from .holders import forget_rows, hold_row, read_notes, set_end
+from .holders import hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, split, tidy, use_path, walk
-from .order import ORDER, arrange, expire, take_off
+from .order import arrange
 from .tables import (
     HOLDER,
     NO_FRONT,
@@ -23,7 +23,7 @@ from .tables import (
     TOO_FEW,
     TREE,
 )
-from .telling import know, tell, untell
+from .telling import know, tell
 
 
 @inner
@@ -98,6 +98,7 @@ def hold_frames(tree: int, row: int, node: int, tokens: int) -> int:
     t = view(tree, 1, TREE)[0]
     c, n, added = view(t.cache, 1, CACHE)[0], view(t.nodes_at, t.nodes, NODE)[node], 0
     slots, parts = view(t.slots_at + 8 * node * t.width, t.width, np.int64), view(t.parts_at, t.ranges, PART)
+    pool = view(c.pool, 1, POOL)[0]
     for part in range(t.ranges):
         p = parts[part]
         first, end = n.begin * p.record // t.page_size, n.end * p.record // t.page_size
@@ -116,6 +117,7 @@ def hold_frames(tree: int, row: int, node: int, tokens: int) -> int:
             if slots[slot] == 0:
                 frame = frame_at(t.cache, part, row, page)
                 slots[slot] = frame + 1
+                t.pages += view(pool.frames_at, pool.capacity, FRAME)[frame].pages
                 p.covered = max(p.covered, page + 1)
                 reference(t.cache, frame, 1)
                 added += 1
@@ -207,10 +209,10 @@ def commit(
     if node == 0:
         return 0
     listed = list_path(tree, node, h.held, ranges)
+    retain(tree, listed, ranges_at, ranges)  # first, so that events have the new priorities
     hold_path(tree, row, listed, nodes[node].end, key)
     h.held = nodes[node].end
     use_path(tree, node)
-    retain(tree, listed, ranges_at, ranges)
     return nodes[node].end
 
 
@@ -225,101 +227,3 @@ def is_known(tree: int, node: int, key: int, ids_at: int, count: int, wide: int)
     if both == 0:
         return 1
     return 1 if node_with(tree, packed >> TOKEN_BITS, both) == node_with(tree, node, both) else 0
-
-
-# ---------------------------------------------------------------------- evicting
-
-
-@inner
-def is_in_use(tree: int, node: int) -> int:
-    """Whether live rows, or the journal, use a frame that is held for a node: to drop it would give nothing."""
-    t = view(tree, 1, TREE)[0]
-    p = view(view(t.cache, 1, CACHE)[0].pool, 1, POOL)[0]
-    slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
-    for index in range(t.width):
-        if slots[index] and view(p.frames_at, p.capacity, FRAME)[slots[index] - 1].users:
-            return 1
-    return 0
-
-
-@inner
-def drop_frames(tree: int, node: int) -> int:
-    """Ends the references to the frames of a node. Returns the pages that are free then, or can be reclaimed."""
-    t = view(tree, 1, TREE)[0]
-    p, n, pages = view(view(t.cache, 1, CACHE)[0].pool, 1, POOL)[0], view(t.nodes_at, t.nodes, NODE)[node], 0
-    slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
-    for index in range(t.width):
-        if slots[index]:
-            f = view(p.frames_at, p.capacity, FRAME)[slots[index] - 1]
-            pages += f.pages if f.users == 0 else 0
-            reference(t.cache, slots[index] - 1, -1)
-            slots[index] = 0
-    t.held -= n.full
-    n.full = 0
-    return pages
-
-
-@inner
-def remove(tree: int, node: int) -> int:
-    """Removes a node without children, and forgets rows that end there. Returns the pages that it gives."""
-    t = view(tree, 1, TREE)[0]
-    nodes = view(t.nodes_at, t.nodes, NODE)
-    pages, n = drop_frames(tree, node), nodes[node]
-    n.pins += 1  # until its rows are forgotten
-    while n.holder:
-        set_end(tree, n.holder - 1, 0)
-    n.pins -= 1
-    untell(tree, node)
-    tidy(tree, node)
-    return pages
-
-
-@entry
-def evict(tree: int, pages: int, now: int) -> int:
-    """Drops frames that no live sequence uses, until so many pages are free or can be reclaimed: the lowest priority
-    first, then the least recently used, each behind all that follow it. Returns the number of pages. `now` is a time in
-    nanoseconds. It needs no lock."""
-    t, gained, passed = view(tree, 1, TREE)[0], 0, 0
-    read_notes(tree)
-    expire(tree, now)
-    path = view(t.path_at, t.path, np.int64)
-    while t.order and gained < pages and passed < t.path:
-        node = int(view(t.order_at, t.nodes, np.int64)[0])
-        if is_in_use(tree, node):
-            take_off(tree, ORDER, node)
-            path[passed] = node
-            passed += 1
-        else:
-            gained += remove(tree, node)
-    for index in range(passed):
-        arrange(tree, path[index])
-    return gained
-
-
-@entry
-def pin(tree: int, node: int, sign: int) -> int:
-    """Keeps a node, and so all above it, from being evicted (`sign` is 1), or ends that (-1)."""
-    t = view(tree, 1, TREE)[0]
-    view(t.nodes_at, t.nodes, NODE)[node].pins += sign
-    if sign < 0:
-        tidy(tree, node)
-    else:
-        arrange(tree, node)
-    return DONE
-
-
-@entry
-def clear(tree: int) -> int:
-    """Drops all frames, and forgets all rows and tokens. The caller holds the planning lock. Returns the pages that are
-    free then, or can be reclaimed."""
-    t, pages = view(tree, 1, TREE)[0], 0
-    nodes = view(t.nodes_at, t.nodes, NODE)
-    read_notes(tree)
-    forget_rows(tree)
-    while nodes[0].child:
-        node = nodes[0].child
-        while nodes[node].child:
-            node = nodes[node].child
-        nodes[node].pins = 0
-        pages += remove(tree, node)
-    return pages

@@ -2,23 +2,28 @@
 
 from ..compiled.code import on_first_use
 from ..core.entries import SOURCES as CORE
-from . import committing, finding, holders, telling
+from . import committing, evicting, finding, holders, hosted, telling
 
 ENTRIES = [
     finding.look_up,
     finding.plan_hit,
+    finding.shared_pages,
     committing.commit,
-    committing.evict,
-    committing.pin,
-    committing.clear,
+    evicting.evict,
+    evicting.pin,
+    evicting.clear,
+    hosted.look_up_host,
+    hosted.settle,
+    hosted.settle_moved,
     holders.adopted,
     holders.inherit,
     holders.forget,
+    holders.known_ids,
     telling.drain,
 ]
+MODULES = "tables order nodes holders telling finding committing hosted evicting entries"
 SOURCES = [
     *CORE,
-    *[f"prefix/{name}.py" for name in ("tables", "order", "nodes", "holders", "telling", "finding", "committing")],
-    "prefix/entries.py",
+    *[f"prefix/{name}.py" for name in MODULES.split()],
 ]
 __getattr__ = on_first_use(__name__, ENTRIES, SOURCES)

@@ -14,6 +14,7 @@ from ..core.tables import (
     DONE,
     EXTENT,
     FAILED,
+    FRAME,
     GONE,
     LISTS,
     POOL,
@@ -38,7 +39,10 @@ def lowest(tree: int, node: int, tokens: int) -> int:
         frames = (tokens * p.record + frame - 1) // frame
         end = max(end, (frames * frame + p.record - 1) // p.record)
     while nodes[node].end < end and nodes[node].child:
-        node = nodes[node].child
+        head = child = nodes[node].child
+        while nodes[child].known == 0 and nodes[child].next != head:
+            child = nodes[child].next
+        node = child if nodes[child].known else head
     return node
 
 
@@ -144,6 +148,8 @@ def find(tree: int, key: int, ids_at: int, count: int, wide: int, over: int, fou
     while True:
         packed = walk(tree, key, ids_at, wide, count)
         node, tokens, row = packed >> TOKEN_BITS, packed & (1 << TOKEN_BITS) - 1, -1
+        while nodes[node].parent and nodes[node].known == 0 and nodes[node].rows == 0:  # it lies on the host alone
+            node, tokens = nodes[node].parent, nodes[node].begin
         if tokens == 0:
             return 0
         at = node
@@ -199,6 +205,27 @@ def look_up(tree: int, key: int, ids_at: int, count: int, wide: int, found: int)
     read_notes(tree)
     find(tree, key, ids_at, count, wide, 1, found)
     return view(found, 1, FOUND)[0].action
+
+
+@entry
+def shared_pages(tree: int, key: int, ids_at: int, count: int, wide: int, found: int) -> int:
+    """The pages that a sequence of these ids would share with live ones: of frames that hold its first tokens alone."""
+    t, f = view(tree, 1, TREE)[0], view(found, 1, FOUND)[0]
+    p, shared = view(view(t.cache, 1, CACHE)[0].pool, 1, POOL)[0], 0
+    read_notes(tree)
+    if find(tree, key, ids_at, count, wide, 1, found) == 0:
+        return 0
+    cursor = t.list_at
+    for part in range(t.ranges):
+        full, page = f.tokens * view(t.parts_at, t.ranges, PART)[part].record // t.page_size, 0
+        numbers = view(cursor, full + 2, np.int64)
+        for index in range(numbers[0]):
+            frame = view(p.frames_at, p.capacity, FRAME)[numbers[index + 1]]
+            page += frame.pages
+            if page <= full and frame.users:
+                shared += frame.pages
+        cursor += 8 * (1 + numbers[0])
+    return shared
 
 
 @inner

@@ -1,5 +1,7 @@
 """Rows: which known tokens they hold, live or parked. A row is listed at the node where these tokens end."""
 
+import numpy as np
+
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.guests import notes
@@ -57,9 +59,11 @@ def count_rows(tree: int, node: int, above: int, sign: int) -> None:
         n = nodes[node]
         before = n.rows
         n.rows += sign
-        if (before > 0) != (n.rows > 0) and n.next != node:
-            unlink_child(tree, node)
-            link_child(tree, node, 1 if sign > 0 else 0)
+        if (before > 0) != (n.rows > 0):
+            if n.next != node:
+                unlink_child(tree, node)
+                link_child(tree, node, 1 if sign > 0 else 0)
+            arrange(tree, n.parent)
         node = n.parent
 
 
@@ -224,11 +228,35 @@ def inherit(tree: int, ticket: int, source: int) -> int:
 
 
 @entry
-def forget(tree: int, ticket: int) -> int:
-    """Forgets what a sequence holds."""
+def forget(tree: int, ticket: int, tokens: int) -> int:
+    """Forgets what a sequence holds behind so many tokens."""
     t, row = view(tree, 1, TREE)[0], ticket & ROW_MASK
     read_notes(tree)
     h = view(t.holders_at, t.num_rows, HOLDER)[row]
     if h.node and h.owner == ticket >> ROW_BITS:
-        set_end(tree, row, 0)
+        cut_row(tree, row, tokens)
     return DONE
+
+
+@entry
+def known_ids(tree: int, ticket: int, out: int, most: int) -> int:
+    """Writes the ids of a live sequence's known tokens, if these are not more than `most`. Returns their number, or
+    `GONE`."""
+    t = view(tree, 1, TREE)[0]
+    read_notes(tree)
+    row = row_of(t.cache, ticket)
+    if row < 0:
+        return GONE
+    h, nodes = view(t.holders_at, t.num_rows, HOLDER)[row], view(t.nodes_at, t.nodes, NODE)
+    if h.node == 0 or h.owner != ticket >> ROW_BITS:
+        return 0
+    node, count = h.node, nodes[h.node].end
+    if count > most:
+        return int(count)
+    ids = view(out, most, np.int64)
+    while nodes[node].parent:
+        n, own = nodes[node], view(t.ids_at + 8 * node * t.grain, t.grain, np.int64)
+        for token in range(n.begin, n.end):
+            ids[token] = own[token - n.base]
+        node = n.parent
+    return int(count)

@@ -98,7 +98,7 @@ def take_node(tree: int) -> int:
         return 0
     n = nodes[node]
     n.child = n.children = n.rows = n.live = n.holder = n.pins = n.full = n.known = n.told = n.known_below = n.place = 0
-    n.timer = n.expires = n.used = 0
+    n.timer = n.expires = n.used = n.host = n.lead = 0
     n.priority = DEFAULT_PRIORITY
     t.used += 1
     slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
@@ -207,11 +207,10 @@ def use_path(tree: int, node: int) -> None:
     t = view(tree, 1, TREE)[0]
     nodes = view(t.nodes_at, t.nodes, NODE)
     t.clock += 1
-    if nodes[node].place:
-        nodes[node].used = t.clock
-        arrange(tree, node)
     while node:
         nodes[node].used = t.clock
+        if nodes[node].place:
+            arrange(tree, node)
         node = nodes[node].parent
 
 
@@ -320,15 +319,16 @@ def tidy(tree: int, node: int) -> None:
     nodes = view(t.nodes_at, t.nodes, NODE)
     while node:
         n = nodes[node]
-        if n.full or n.holder or n.pins or n.children > 1 or (n.children and (n.end == n.limit or n.parent == 0)):
+        is_needed = n.full > 0 or n.host != 0 or n.holder > 0 or n.pins > 0 or n.children > 1
+        if is_needed or (n.children and (n.end == n.limit or n.parent == 0)):
             arrange(tree, node)
             return
+        take_off(tree, ORDER, node)
+        take_off(tree, TIMERS, node)
         if n.children:
             join(tree, node)
             return
         parent = n.parent
-        take_off(tree, ORDER, node)
-        take_off(tree, TIMERS, node)
         untell(tree, node)
         leave_bucket(tree, node)
         unlink_child(tree, node)

@@ -106,8 +106,10 @@ def take_off(tree: int, which: int, node: int) -> None:
 def arrange(tree: int, node: int) -> None:
     """Puts a node into the order of eviction, or takes it out, as it is to be."""
     t = view(tree, 1, TREE)[0]
-    n = view(t.nodes_at, t.nodes, NODE)[node]
-    if n.children == 0 and n.live == 0 and n.pins == 0 and n.parent:
+    nodes = view(t.nodes_at, t.nodes, NODE)
+    n = nodes[node]
+    is_needed = n.live > 0 or n.pins > 0 or n.known_below > 0 or (n.child > 0 and nodes[n.child].rows > 0)
+    if n.parent and not is_needed and (n.full or n.holder):
         if n.expires and n.expires <= t.now:
             n.priority, n.expires = DEFAULT_PRIORITY, 0
         offer(tree, ORDER, node)
@@ -118,6 +120,18 @@ def arrange(tree: int, node: int) -> None:
     else:
         take_off(tree, ORDER, node)
         take_off(tree, TIMERS, node)
+
+
+@inner
+def arrange_up(tree: int, node: int) -> None:
+    """Does so with a node, and with those above it for which it may have been needed."""
+    t = view(tree, 1, TREE)[0]
+    nodes = view(t.nodes_at, t.nodes, NODE)
+    while nodes[node].parent:
+        arrange(tree, node)
+        if nodes[node].full:
+            return
+        node = nodes[node].parent
 
 
 @inner

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import count
 from sys import is_finalizing
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..core import entries as core
 from ..core.cache import Cache
@@ -19,16 +22,21 @@ from ..core.sequence import Sequence, check_tokens
 from ..core.tables import BROKEN, NOTE, ROW_MASK
 from ..errors import (
     ArgumentError,
+    BusyError,
     DtypeError,
     OutOfPagesError,
+    OutOfRowsError,
     ShapeError,
     UnsupportedError,
     VmmkvError,
 )
 from ..events.naming import Name, name_of
+from ..tier.host_tier import HostTier
 from . import entries
 from .names import tenant_key
+from .offload import Offload
 from .retention import Retention, words_of
+from .ring import Ring
 from .tables import (
     ADOPT,
     CHUNK,
@@ -41,18 +49,17 @@ from .tables import (
     NOTHING,
     OTHER_IDS,
     PART,
-    STORED,
     TOO_FEW,
     TREE,
 )
+
+Ints = npt.NDArray[np.int64]
 
 WORDS = len(FOUND.names or ())
 ACTION, TOKENS, ROW_AT, LAST = range(4)
 """Places in a `FOUND`."""
 NODES = 4
 """Nodes for each page that the pool may have, and for each row."""
-DRAINED = 256
-"""Events that are drained at a time."""
 WIDTHS = np.dtype(np.int64), np.dtype(np.int32)
 """Arrays of ids that are read as they are."""
 
@@ -68,28 +75,6 @@ NO_NAMES = Key()
 """The key without salt, adapter and tenant."""
 
 
-class Event(NamedTuple):
-    """What has changed of the tokens that can be found.
-
-    Attributes:
-        stored: whether tokens can be found from now on, or are gone.
-        node: a number for these tokens behind their parent's; it may stand for others once they are gone.
-        parent: the number of the tokens before them, or of the root.
-        names: salt, adapter and tenant, where tokens are stored.
-        start: the position of the first token.
-        ids: the token ids.
-        priority: how long they are kept, 0 to 100.
-    """
-
-    stored: bool
-    node: int
-    parent: int
-    names: tuple[Name, Name, Name]
-    start: int
-    ids: np.ndarray[Any, np.dtype[np.int64]]
-    priority: int
-
-
 class Prefixes:
     """The prefix tree of a cache.
 
@@ -97,15 +82,27 @@ class Prefixes:
         cache: the cache. It has no other guest.
         events: how many events are kept until they are drained; 0 keeps none.
         clock: nanoseconds, for priorities that end.
+        tier: the cache's host memory, where evicted frames go first, if its lowest priority allows that.
     """
 
-    def __init__(self, cache: Cache, *, events: int = 0, clock: Callable[[], int] = monotonic_ns) -> None:
-        self.cache, self.clock = cache, clock
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        events: int = 0,
+        clock: Callable[[], int] = monotonic_ns,
+        tier: HostTier | None = None,
+    ) -> None:
+        self.cache, self.pool, self.clock = cache, cache.pool, clock
         self.names: dict[tuple[Name, Name, Name], Key] = {(None, None, None): NO_NAMES}
+        self.numbers = count(1)
         self.tickets, self.keys = (array("q", bytes(8 * cache.max_sequences)) for _ in range(2))
         """By row: the sequence that was started here last, and the number of its key."""
-        self.state, self.events, self.event_ids = new_tree(cache, events)
+        tier = tier if tier and tier.lowest_priority is not None else None
+        self.state = new_tree(cache, events, tier.slots.limit if tier else 0)
         self.address = at(self.state)
+        self.ring = Ring(self.state, self.names)
+        self.offload = Offload(self.state, tier) if tier else None
         notes = zeros(8 * cache.max_sequences + 64, NOTE)
         core.join(cache.address, at(notes), len(notes))
         reference = weakref.ref(self)
@@ -121,7 +118,7 @@ class Prefixes:
         names = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
         found = self.names.get(names)
         if found is None:
-            found = self.names.setdefault(names, Key(len(self.names), tenant_key(names[2])))
+            found = self.names.setdefault(names, Key(next(self.numbers), tenant_key(names[2])))
         return found
 
     # ------------------------------------------------------------------ sequences
@@ -159,6 +156,8 @@ class Prefixes:
             sequence, cached = self._share(key, words, length, expected, found)
         if sequence is None:
             sequence = self.cache.start(length, expected=expected, key=key.tenant)
+        if self.offload:
+            cached = self._load(sequence, words, cached)
         row = sequence.ticket & ROW_MASK
         self.tickets[row], self.keys[row] = sequence.ticket, key.number
         return sequence, cached
@@ -168,9 +167,9 @@ class Prefixes:
     ) -> tuple[Sequence, int]:
         """Starts a sequence on shared frames, and on a copy of the tokens behind these. If there are too few pages for
         copies, it begins with fewer tokens."""
-        pool, out = self.cache.pool, found.buffer_info()[0]
+        pool, out = self.pool, found.buffer_info()[0]
         for over in (1, 0):
-            sequence = self.cache.start(key=key.tenant, avoid=found[ROW_AT])
+            sequence = self._start_beside(found[ROW_AT], key)
             ask, arguments = Ask(), (self.address, sequence.ticket, *words, length, expected, over, out)
             try:
                 code = pool.change(ask, entries.plan_hit, *arguments)
@@ -179,13 +178,21 @@ class Prefixes:
                 if length > sequence.length:
                     sequence.extend(length - sequence.length)
             except BaseException as error:
-                with suppress(VmmkvError):  # else it is freed when it is collected
-                    self.cache.free((sequence,))
+                self._end(sequence)
                 if over and isinstance(error, OutOfPagesError):
                     continue
                 raise
             break
         return sequence, found[TOKENS]
+
+    def _start_beside(self, row: int, key: Key) -> Sequence:
+        """Starts a sequence on another row than a parked one; on that one if all others belong to live sequences."""
+        try:
+            return self.cache.start(key=key.tenant, avoid=row)
+        except OutOfRowsError:
+            if row < 0:
+                raise
+            return self.cache.start(key=key.tenant)
 
     def _extend(self, sequence: Sequence, tokens: int) -> None:
         """Makes room for more tokens, or ends the sequence."""
@@ -193,9 +200,21 @@ class Prefixes:
             if tokens > 0:
                 sequence.extend(tokens)
         except BaseException:
-            with suppress(VmmkvError):
-                self.cache.free((sequence,))
+            self._end(sequence)
             raise
+
+    def _load(self, sequence: Sequence, words: tuple[int, ...], cached: int) -> int:
+        """Copies tokens from the host, or ends the sequence. Returns how many hold K and V then."""
+        try:
+            return self.offload.load(sequence, words, cached) if self.offload else cached
+        except BaseException:
+            self._end(sequence)
+            raise
+
+    def _end(self, sequence: Sequence) -> None:
+        """Ends a sequence, at the latest when it is collected."""
+        with suppress(VmmkvError):
+            self.cache.free((sequence,))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Starts a sequence with the same tokens, of which the same are known."""
@@ -216,6 +235,10 @@ class Prefixes:
         for sequence, (is_known, key) in zip(batch, keys):
             self.tickets[sequence.row], self.keys[sequence.row] = sequence.ticket if is_known else 0, key
 
+    def forget(self, sequence: Sequence, tokens: int) -> None:
+        """Forgets which tokens a sequence holds behind its first ones, since others may be written there."""
+        entries.forget(self.address, sequence.ticket, tokens)
+
     def commit(self, sequence: Sequence, ids: Any, retention: Iterable[Retention] = ()) -> int:
         """Makes the first tokens of a sequence known: K and V of these ids are there, or are being written by work on
         streams that the sequence knows. Returns how many of its tokens are known; fewer than there are ids where the
@@ -235,7 +258,7 @@ class Prefixes:
         place, count, wide, _kept = ids_of(ids)
         ticket, ask = sequence.ticket, Ask()
         row = sequence.record_index()
-        if sequence.cache is not self.cache or self.tickets[row] != ticket:
+        if sequence.cache.address != self.cache.address or not self.is_own(sequence):
             raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")
         ranges = words_of(retention, self.clock()) if retention else None
         words = (place, count, wide, ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0)
@@ -244,6 +267,37 @@ class Prefixes:
         if code < 0:
             raise self._error(code, count, ask)
         return code
+
+    def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
+        """Salt and adapter of a sequence that was started here, and the ids of its known tokens; None, and no ids, of
+        others.
+
+        Raises:
+            UseAfterFreeError: it has ended.
+        """
+        row = sequence.record_index()
+        if not self.is_own(sequence) or sequence.start:
+            return None, np.empty(0, np.int64)
+        ids = np.empty(self.cache.max_seq_len, np.int64)
+        found = entries.known_ids(self.address, sequence.ticket, at(ids), len(ids))
+        names = next(names for names, key in self.names.copy().items() if key.number == self.keys[row])
+        return names[:2], ids[: max(found, 0)].copy()
+
+    def is_own(self, sequence: Sequence) -> bool:
+        """Whether a live sequence was started here, so that tokens of it can be committed."""
+        return self.tickets[sequence.ticket & ROW_MASK] == sequence.ticket
+
+    def shared_pages(self, ids: Any, key: Key = NO_NAMES) -> int:
+        """The pages that a sequence of these ids would share with live ones if it began now.
+
+        Raises:
+            ArgumentError, ShapeError, DtypeError: the ids are no token ids.
+        """
+        place, tokens, wide, _kept = ids_of(ids)
+        found = array("q", bytes(8 * WORDS))
+        words = key.number, place, max(tokens - 1, 0), wide
+        pages: int = entries.shared_pages(self.address, *words, found.buffer_info()[0])
+        return pages
 
     def _error(self, code: int, count: int, ask: Ask) -> Exception:
         """The exception for a refusal of a commit."""
@@ -257,43 +311,45 @@ class Prefixes:
 
     # ------------------------------------------------------------------ memory
 
-    def evict(self, pages: int) -> int:
-        """Drops cached frames until so many pages are free or can be reclaimed. Returns the number of pages."""
-        found: int = entries.evict(self.address, pages, self.clock())
-        return found
+    def frames(self) -> Any:
+        """The frames that are held, each once: an array."""
+        state = self.state[0]
+        count = int(state["fresh"] * state["width"])
+        words = np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(int(state["slots_at"])))
+        return np.unique(words[words > 0]) - 1
 
-    def drain(self) -> tuple[list[Event], int]:
-        """Takes all events, the oldest first. Returns them, and how many were lost since the last call."""
-        drained: list[Event] = []
-        out, ids = np.zeros(DRAINED, EVENT), np.zeros((DRAINED, int(self.state[0]["grain"])), np.int64)
-        lost, self.state[0]["lost_events"] = int(self.state[0]["lost_events"]), 0
-        names = {each.number: name for name, each in self.names.copy().items()}
-        while count := entries.drain(self.address, at(out), at(ids), DRAINED):
-            for own, (kind, node, parent, key, begin, end, priority) in zip(ids, out[:count].tolist()):
-                event = Event(kind == STORED, node, parent, names[key], begin, own[: end - begin].copy(), priority)
-                drained.append(event)
-        return drained, lost
+    def evict(self, pages: int) -> int:
+        """Drops cached frames, which may go to the host first, until so many pages are free or can be reclaimed.
+        Returns the number of pages."""
+        if self.offload:
+            return self.offload.evict(pages, self.clock())
+        return int(entries.evict(self.address, pages, self.clock(), 0, 0, 0))
 
     def close(self) -> None:
         """Drops all frames, and forgets all tokens. The cache stays, without a guest that evicts."""
-        with self.cache.pool.lock:
+        with self.pool.lock:
             entries.clear(self.address)
+        if self.offload:
+            with suppress(BusyError):  # the tier makes them make way
+                self.offload.close()
         with suppress(ValueError):
-            self.cache.pool.evict.remove(self.evictor)
+            self.pool.evict.remove(self.evictor)
+
+    end = close
 
     def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
         """Drops all frames of a tree that nothing holds any more; in the middle of a change, the pool's next change
         does that."""
         if ends() or "evictor" not in vars(self):
             return
-        if self.cache.pool.lock._is_owned():
-            self.cache.pool.unclosed.append(self)
+        if self.pool.lock._is_owned():
+            self.pool.unclosed.append(self)
         else:
             self.close()
 
 
-def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
-    """The tables of an empty tree: its state, the ring of events, and their ids."""
+def new_tree(cache: Cache, events: int, host_pages: int) -> Any:
+    """The state of an empty tree."""
     size, records = cache.pool.driver.page_size, [int(each) for each in cache.ranges["record"]]
     widest = min(-(-size // each) for each in records)
     grain, step = min(widest, CHUNK), CHUNK if widest > CHUNK else 0
@@ -303,7 +359,7 @@ def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
         part["record"], part["single"], part["large"] = each["record"], width, width + pages
         part["pages_at"], part["groups_at"] = (at(zeros(row_pages + 2, np.dtype(np.int64))) for _ in range(2))
         width, words = width + pages + pages // LARGE + 1, words + row_pages + 2
-    nodes = NODES * (cache.pool.most * (widest // CHUNK + 1) + cache.max_sequences) + 64
+    nodes = NODES * ((cache.pool.most + host_pages) * (widest // CHUNK + 1) + cache.max_sequences) + 64
     buckets = 1 << (nodes // NODES).bit_length()
     kinds, path = array("q", sorted({*records})), cache.max_seq_len + 4
     kept = zeros(len(kinds), np.dtype(np.int64))
@@ -312,18 +368,17 @@ def new_tree(cache: Cache, events: int) -> tuple[Any, Any, Any]:
     tables = {"nodes_at": NODE, "holders_at": HOLDER, "notes_at": NOTE}
     counts = {"nodes_at": nodes, "holders_at": cache.max_sequences, "notes_at": NOTES}
     longs = {
-        "ids_at": nodes * grain, "slots_at": nodes * width, "buckets_at": buckets, "order_at": nodes,
-        "timers_at": nodes, "path_at": path, "list_at": words,
+        "ids_at": nodes * grain, "slots_at": nodes * width, "marks_at": nodes * width, "buckets_at": buckets,
+        "order_at": nodes, "timers_at": nodes, "path_at": path, "list_at": words,
     }  # fmt: skip
     places = {name: at(zeros(counts[name], dtype)) for name, dtype in tables.items()}
     places |= {name: at(zeros(count, np.dtype(np.int64))) for name, count in longs.items()}
-    state = record(
+    return record(
         TREE, cache=cache.address, page_size=size, large=LARGE, ranges=len(records), parts_at=at(parts),
         kinds=len(kept), kinds_at=at(kept), step=step, grain=grain, width=width, nodes=nodes, fresh=1,
         mask=buckets - 1, num_rows=cache.max_sequences, path=path, events_at=at(ring), event_ids_at=at(ids),
         num_events=events, **places,
     )  # fmt: skip
-    return state, ring, ids
 
 
 def ids_of(ids: Any) -> tuple[int, int, int, object]:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import SupportsIndex
 
 from ..errors import RetentionError
 from .tables import DEFAULT_PRIORITY
@@ -82,7 +83,11 @@ class RetentionConfig:
 
 def check_priority(priority: int, seconds: float | None) -> None:
     """Raises `RetentionError` for what is no priority, or no time."""
-    if isinstance(priority, bool) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+    if (
+        isinstance(priority, bool)
+        or not isinstance(priority, SupportsIndex)
+        or not MIN_PRIORITY <= priority <= MAX_PRIORITY
+    ):
         raise RetentionError(f"asked for priority {priority!r}; it is a number from {MIN_PRIORITY} to {MAX_PRIORITY}")
     if seconds is not None and not seconds >= 0:
         raise RetentionError(f"asked for {seconds!r} seconds; it is a time of at least 0, or None for ever")

@@ -8,22 +8,28 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
-from .tables import EVENT, NODE, REMOVED, STORED, TREE
+from .tables import CLEARED, EVENT, NODE, REMOVED, STORED, TREE
+
+
+@inner
+def next_place(tree: int) -> int:
+    """The place of a new event in the ring. If that is full, the oldest event is lost."""
+    t = view(tree, 1, TREE)[0]
+    if t.next_event - t.first_event == t.num_events:
+        t.first_event += 1
+    t.next_event += 1
+    return int((t.next_event - 1) % t.num_events)
 
 
 @inner
 def emit(tree: int, kind: int, node: int, key: int) -> None:
-    """Writes an event. If the ring is full, the oldest event is lost."""
+    """Writes an event of a node, if it ends at a boundary."""
     t = view(tree, 1, TREE)[0]
     nodes = view(t.nodes_at, t.nodes, NODE)
     n = nodes[node]
-    if t.num_events == 0 or n.end != n.limit:
+    if t.num_events == 0 or t.silent or n.end != n.limit:
         return
-    if t.next_event - t.first_event == t.num_events:
-        t.first_event += 1
-        t.lost_events += 1
-    place = t.next_event % t.num_events
-    t.next_event += 1
+    place = next_place(tree)
     event, ids = (
         view(t.events_at, t.num_events, EVENT)[place],
         view(t.event_ids_at + 8 * place * t.grain, t.grain, np.int64),
@@ -38,6 +44,16 @@ def emit(tree: int, kind: int, node: int, key: int) -> None:
         for token in range(nodes[each].begin, nodes[each].end):
             ids[token - n.base] = above[token - n.base]
     event.parent, event.key = nodes[each].parent, key
+
+
+@inner
+def emit_cleared(tree: int) -> None:
+    """Writes the event that all nodes are gone."""
+    t = view(tree, 1, TREE)[0]
+    if t.num_events:
+        event = view(t.events_at, t.num_events, EVENT)[next_place(tree)]
+        event.kind = CLEARED
+        event.node = event.parent = event.key = event.begin = event.end = event.priority = 0
 
 
 @inner
@@ -104,4 +120,5 @@ def drain(tree: int, out: int, ids_out: int, most: int) -> int:
         for token in range(s.end - s.begin):
             copies[token] = ids[token]
     t.first_event += count
+    t.drained = t.first_event
     return count

@@ -10,9 +10,9 @@ prefixes of the same or a higher priority, the least recently used of the lowest
 
 For a tree of prefixes (`vmmkv.tier.prefixes`):
 
-    store        copies full frames to the host, and returns a handle, or None. The tier holds the frames until they are
+    store        copies pages of frames to the host, and returns handles. The tier holds the frames until they are
                  copied: the caller may drop its own references at once.
-    load         copies stored tokens to a live sequence, in the order of its stream. False: they are gone
+    load         copies tokens from stored pages to a live sequence, in the order of its stream. False: some are gone
     drop         forgets a handle
     gone         handles that have made way; the tree empties the queue
     used         bytes of host memory
@@ -24,9 +24,8 @@ from __future__ import annotations
 import threading
 import weakref
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from sys import is_finalizing
 from typing import Any
 
@@ -39,7 +38,7 @@ from ..driver.driver import handle_of
 from ..driver.fence import Fence
 from ..errors import ArgumentError, BusyError, VmmkvError
 from .copying import copies
-from .prefixes import Prefixes
+from .prefixes import Page, Prefixes
 from .slots import Run, Slots
 
 
@@ -49,7 +48,7 @@ class HostTier:
     Args:
         cache: whose tokens it has.
         max_bytes: the most host memory that it takes.
-        lowest_priority: the lowest priority of prefixes that are stored; None stores none.
+        lowest_priority: the lowest priority of prefixes that a tree is to store; None: it stores none.
     """
 
     def __init__(self, cache: Cache, max_bytes: int, lowest_priority: int | None = None) -> None:
@@ -62,7 +61,8 @@ class HostTier:
         """By ticket of a suspended sequence, its slots for each range."""
         self.coming: set[int] = set()
         """Tickets of sequences that are being resumed."""
-        self.prefixes = Prefixes(cache, self.slots, self.stream, lowest_priority)
+        self.lowest_priority = lowest_priority
+        self.prefixes = Prefixes(cache, self.slots, self.stream)
         self.gone = self.prefixes.gone
         tier = weakref.ref(self)
         self.evict = lambda pages: each.finish(pages) if (each := tier()) else 0
@@ -75,13 +75,16 @@ class HostTier:
             self.sweep()
             return self.slots.taken * self.slots.page_size
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around changes of the tier's books. Raises `BusyError` in a finalizer or a signal handler within one."""
+    def refresh(self) -> None:
+        """Gives back slots that nothing needs any more, unless the tier is busy."""
+        with suppress(BusyError), self.alone():
+            self.sweep()
+
+    def alone(self) -> Any:
+        """The lock for changes of the books. Raises `BusyError` in a finalizer or a signal handler within one."""
         if self.pool.lock._is_owned() or self.lock._is_owned() or is_finalizing():
             raise busy()
-        with self.lock:
-            yield
+        return self.lock
 
     # ------------------------------------------------------------------ sequences
 
@@ -169,29 +172,34 @@ class HostTier:
 
     # ------------------------------------------------------------------ prefixes
 
-    def store(self, frames: Items[array[int]], tokens: int, priority: int) -> int | None:
-        """Copies a prefix to the host, asynchronously.
+    def store(self, pages: Items[Page], priorities: Items[int]) -> list[int | None]:
+        """Copies pages to the host, asynchronously.
 
         Args:
-            frames: for each range, the frames of its first pages, which a guest holds.
-            tokens: tokens that lie on them.
+            pages: pages of frames that a guest holds, each for one of some items.
+            priorities: of each item. If there is not enough room, later items come before earlier ones.
 
         Returns:
-            Its handle; or None: the priority is too low, there is no room, the frames do not hold the tokens, or a
-            call has failed.
+            For each item a handle; or None: there is no room, or a call has failed.
         """
         try:
             with self.alone():
                 self.sweep()
-                return self.prefixes.store(frames, tokens, priority)
+                return self.prefixes.store(pages, priorities)
         except VmmkvError:
-            return None
+            return [None] * len(priorities)
 
-    def load(self, handle: int, ticket: int, first: int, tokens: int) -> bool:
+    def load(self, pages: Items[tuple[int, int, int]], ticket: int, first: int, tokens: int) -> bool:
         """Copies stored tokens, from the first on, to a live sequence that has room for them on pages of its own.
 
+        Args:
+            pages: the pages that the tokens lie on: handle, range, and page.
+            ticket: of the sequence.
+            first: the first token.
+            tokens: the number of tokens.
+
         Returns:
-            False: they are not stored any more.
+            False: some are not stored any more.
 
         Raises:
             UseAfterFreeError, SuspendedError, ValueError, StreamCaptureError: nothing was copied.
@@ -199,7 +207,7 @@ class HostTier:
         """
         with self.alone():
             self.sweep()
-            return self.prefixes.load(handle, ticket, first, tokens)
+            return self.prefixes.load(pages, ticket, first, tokens)
 
     def finish(self, pages: int) -> int:
         """Waits for copies of prefixes until so many pages are not held for them any more. Returns how many. The pool

@@ -1,4 +1,4 @@
-"""Stored prefixes: full frames of a guest that lie in host memory, and make way for what is needed more.
+"""Stored prefixes: pages of a guest's frames that lie in host memory, and make way for what is needed more.
 
 Frames are copied from a row that has them. Frames that lie in no row, or in several of which none is known, are mapped
 in a window of the tier's own, a few at a time; then the copy is waited for.
@@ -9,35 +9,44 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from itertools import count, groupby
+from typing import Any, NamedTuple
 
 from ..core import entries
 from ..core.cache import Cache
 from ..core.pool import Ask
 from ..core.sequence import no_token
-from ..core.tables import PART, ROW_MASK
+from ..core.tables import DONE, PART, ROW_MASK
 from ..driver.driver import Handle, handle_of
 from ..driver.fence import Fence, finished_on_error, wait_for_device
 from ..errors import ArgumentError, VmmkvError
-from .copying import copies
 from .slots import Run, Slots
 
 WINDOW = 64
 """Pages of the window."""
 
 
+class Page(NamedTuple):
+    """A page to store: which item of a list it belongs to, its range and place there, and where in which frame its
+    bytes are."""
+
+    item: int
+    part: int
+    page: int
+    frame: int
+    offset: int
+
+
 @dataclass(eq=False)
 class Stored:
-    """A prefix: its tokens, its slots for each range, and the fence of all copies to and from them."""
+    """What was stored under a handle: by range and page the slots, and the fence of all copies to and from them."""
 
-    tokens: int
     priority: int
-    taken: list[list[Run]]
-    pages: int
+    slots: dict[tuple[int, int], Run]
     fence: Fence
 
 
@@ -48,12 +57,12 @@ class Prefixes:
         cache: whose frames they are copies of.
         slots: the host memory.
         stream: the stream of copies to the host.
-        lowest_priority: the lowest priority of prefixes that are stored; None stores none.
     """
 
-    def __init__(self, cache: Cache, slots: Slots, stream: Any, lowest_priority: int | None) -> None:
+    def __init__(self, cache: Cache, slots: Slots, stream: Any) -> None:
         self.cache, self.pool, self.driver = cache, cache.pool, cache.pool.driver
-        self.slots, self.stream, self.lowest_priority = slots, stream, lowest_priority
+        self._cache_at = cache.address
+        self.slots, self.stream = slots, stream
         self.stored: dict[int, Stored] = {}
         self.levels: dict[int, dict[int, None]] = {}
         """By priority the handles, the least recently used first."""
@@ -67,93 +76,95 @@ class Prefixes:
 
     # ------------------------------------------------------------------ to the host
 
-    def store(self, frames: Items[array[int]], tokens: int, priority: int) -> int | None:
-        """Copies a prefix to the host: see `HostTier.store`.
+    def store(self, pages: Items[Page], priorities: Items[int]) -> list[int | None]:
+        """Copies pages to the host: see `HostTier.store`.
 
         Raises:
             VmmkvError: a call has failed.
         """
-        if self.lowest_priority is None or priority < self.lowest_priority:
-            return None
-        counts = [sum(int(self.pool.frames[frame]["pages"]) for frame in each) for each in frames]
-        records, size = self.cache.records, self.driver.page_size
-        if any(pages * size < tokens * record for pages, record in zip(counts, records)) or len(counts) != len(records):
-            raise ArgumentError(f"asked to store {tokens} tokens, which {counts} pages do not hold")
-        if not tokens or not self.make_way(sum(counts), priority):
-            return None
+        handles: list[int | None] = [None] * len(priorities)
+        chosen = self._choose(Counter(each.item for each in pages), priorities)
+        kept = sorted((each for each in pages if each.item in chosen), key=lambda each: (each[1], -each[0], each[2]))
+        if not kept:
+            return handles
         Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
-        flat = array("q", [frame for each in frames for frame in each])
-        if entries.hold_again(self.cache.address, flat.buffer_info()[0], len(flat)) < 0:
-            raise ArgumentError("asked to store frames that no guest holds")
-        taken: list[list[Run]] = []
+        frames = array("q", [each.frame for each in kept])
+        runs, is_held, fence = list[list[Run]](), False, Fence()
         try:
-            taken = self.slots.take(counts)
+            is_held = entries.hold_again(self.cache.address, frames.buffer_info()[0], len(frames)) == DONE
+            if not is_held:
+                raise ArgumentError("asked to store frames that no guest holds")
+            runs = self.slots.take([len(kept)])
+            slots = [*zip(kept, singles(runs[0], self.driver.page_size))]
             with finished_on_error(self.driver):
-                for part, (each, runs) in enumerate(zip(frames, taken)):
-                    self._copy(part, each, runs)
+                for part, each in groupby(slots, key=lambda slot: slot[0].part):
+                    self._copy(part, [*each])
                 fence = Fence.after(self.driver, [self.stream])
+            self.storing.append((fence, frames, len(kept)))
         except BaseException:
-            self.storing.append((Fence(), flat, sum(counts)))
-            self.slots.give(taken, Fence())
+            if is_held and all(each[1] is not frames for each in self.storing):
+                self.storing.append((fence, frames, len(kept)))
+            self.slots.give(runs, fence)
             self.collect()
             raise
-        self.storing.append((fence, flat, sum(counts)))
-        handle = next(self._handles)
-        self.stored[handle] = Stored(tokens, priority, taken, sum(counts), fence)
-        self.levels.setdefault(priority, {})[handle] = None
-        self.pages[priority] += sum(counts)
-        return handle
+        for item in chosen:
+            handle = handles[item] = next(self._handles)
+            self.stored[handle] = Stored(priorities[item], {}, fence)
+            self.levels.setdefault(priorities[item], {})[handle] = None
+        for page, slot in slots:
+            self.stored[handles[page.item] or 0].slots[page.part, page.page] = slot
+            self.pages[priorities[page.item]] += 1
+        return handles
 
-    def _copy(self, part: int, frames: array[int], runs: list[Run]) -> None:
-        """Queues copies of the frames of a range."""
-        size, ask = self.driver.page_size, Ask()
-        hosts = [run.address + page * size for run in runs for page in range(run.pages)]
-        pages = [int(self.pool.frames[frame]["pages"]) for frame in frames]
-        words = array("q", [frame for frame, number in zip(frames, pages) for _ in range(number)])
-        left = array("q", hosts)
-        code = entries.copy_frames(
-            self.cache.address, part, words.buffer_info()[0], left.buffer_info()[0], len(left), handle_of(self.stream),
-            ask.address,
-        )  # fmt: skip
+    def _choose(self, counts: Counter[int], priorities: Items[int]) -> list[int]:
+        """The items for which there is room, or made: later ones rather than earlier ones."""
+        chosen, wanted = [], 0
+        for item in reversed(range(len(priorities))):
+            if self.make_way(wanted + counts[item], priorities[item]):
+                wanted += counts[item]
+                chosen.append(item)
+        return chosen[::-1]
+
+    def _copy(self, part: int, slots: Items[tuple[Page, Run]]) -> None:
+        """Queues copies of pages of a range."""
+        ask, (pages, frames) = Ask(), (array("q", words) for words in zip(*(each[2:4] for each, _ in slots)))
+        left = array("q", [slot.address for _, slot in slots])
+        at = pages.buffer_info()[0], frames.buffer_info()[0], left.buffer_info()[0], len(left)
+        code = entries.copy_frames(self.cache.address, part, *at, handle_of(self.stream), ask.address)
         if code < 0:
             raise self.cache.error(code, ask)
-        first, missing = 0, list[tuple[int, list[int]]]()
-        for frame, number in zip(frames, pages):
-            if any(left[first : first + number]):
-                missing.append((frame, hosts[first : first + number]))
-            first += number
-        if any(self.pool.frames[frame]["refs"] for frame, _ in missing):
+        missing: dict[int, list[tuple[int, int]]] = {}
+        for (page, slot), is_left in zip(slots, left):
+            if is_left:
+                missing.setdefault(page.frame, []).append((page.offset, slot.address))
+        if any(self.pool.frames[frame]["refs"] for frame in missing):
             wait_for_device(self.driver)  # it may be written to still, on streams that are not known
-        while missing:
-            number = 0
-            while number < len(missing) and sum(len(each) for _, each in missing[: number + 1]) <= WINDOW:
-                number += 1
-            self._copy_through_window(missing[:number])
-            del missing[:number]
+        self._copy_through_window(missing)
 
-    def _copy_through_window(self, frames: list[tuple[int, list[int]]]) -> None:
-        """Copies frames to addresses of their pages in host memory, and waits for the copies."""
+    def _copy_through_window(self, frames: dict[int, list[tuple[int, int]]]) -> None:
+        """Copies pages of frames, of each the place and an address in host memory, and waits for the copies."""
         size = self.driver.page_size
-        if not self._window:
+        if frames and not self._window:
             self._window = self.driver.reserve(WINDOW * size)
             weakref.finalize(self, _free, self.driver, self._window, WINDOW * size).atexit = False
-        self._clear_window()
-        hosts = [host for _, each in frames for host in each]
-        try:
-            for frame, each in frames:
-                handle = Handle(int(self.pool.frames[frame]["handle"]))
-                self.driver.map(self._window + self._shown * size, handle, len(each))
-                self._shown += len(each)
-            self.driver.set_access(self._window, self._shown * size, writable=False)
-            with finished_on_error(self.driver):
-                first = 0
-                for page in range(1, len(hosts) + 1):
-                    if page == len(hosts) or hosts[page] != hosts[page - 1] + size:
-                        self.driver.copy(hosts[first], self._window + first * size, (page - first) * size, self.stream)
-                        first = page
-                Fence.after(self.driver, [self.stream]).wait()
-        finally:
+        left = [*frames.items()]
+        while left:
             self._clear_window()
+            moves: list[tuple[int, int]] = []
+            try:
+                while left and self._shown + (pages := int(self.pool.frames[left[0][0]]["pages"])) <= WINDOW:
+                    frame, places = left.pop(0)
+                    at = self._window + self._shown * size
+                    self.driver.map(at, Handle(int(self.pool.frames[frame]["handle"])), pages)
+                    self._shown += pages
+                    moves += [(host, at + offset * size) for offset, host in places]
+                self.driver.set_access(self._window, self._shown * size, writable=False)
+                with finished_on_error(self.driver):
+                    for target, source, pages in joined(moves, size):
+                        self.driver.copy(target, source, pages * size, self.stream)
+                    Fence.after(self.driver, [self.stream]).wait()
+            finally:
+                self._clear_window()
 
     def _clear_window(self) -> None:
         """Unmaps what is in the window."""
@@ -177,31 +188,44 @@ class Prefixes:
         with suppress(VmmkvError):
             self._clear_window()
             while self.storing and self.storing[0][0].passed():
-                _, frames, pages = self.storing.popleft()
-                entries.drop(self.cache.address, frames.buffer_info()[0], len(frames))
+                _, frames, pages = self.storing[0]
+                entries.drop(self._cache_at, frames.buffer_info()[0], len(self.storing.popleft()[1]))
                 given += pages
         return given
 
     # ------------------------------------------------------------------ back
 
-    def load(self, handle: int, ticket: int, first: int, tokens: int) -> bool:
+    def load(self, pages: Items[tuple[int, int, int]], ticket: int, first: int, tokens: int) -> bool:
         """Copies stored tokens to a live sequence: see `HostTier.load`."""
-        stored = self.stored.get(handle)
-        if stored is None:
+        if not all(handle in self.stored for handle, _, _ in pages):
             return False
-        if first + tokens > stored.tokens or min(first, tokens) < 0:
+        used = [*dict.fromkeys(handle for handle, _, _ in pages)]
+        for handle in reversed(used):  # what is in front on a path is the most recently used
+            level = self.levels[self.stored[handle].priority]
+            level[handle] = level.pop(handle)
+        words = self._words(pages, first, first + tokens)
+        if min(first, tokens) < 0 or sum(words[2::4]) != tokens * sum(self.cache.records):
             raise no_token()
-        level = self.levels[stored.priority]
-        level[handle] = level.pop(handle)  # the most recently used now
         if tokens:
-            self._load(stored, ticket, first, first + tokens)
+            self._load([self.stored[handle] for handle in used], words, ticket, first, first + tokens)
         return True
 
-    def _load(self, stored: Stored, ticket: int, first: int, end: int) -> None:
-        records, cache, ask = self.cache.records, self.cache, Ask()
-        bounds = [(0, first * record, end * record) for record in records]
-        words = array("q", copies(stored.taken, self.driver.page_size, bounds))
-        fence, rows, row = stored.fence, cache.rows, ticket & ROW_MASK
+    def _words(self, pages: Items[tuple[int, int, int]], first: int, end: int) -> array[int]:
+        """The copies of tokens from pages, for the core."""
+        words, size, records = array("q"), self.driver.page_size, self.cache.records
+        for handle, part, page in sorted(pages, key=lambda each: each[1:]):
+            low, high = max(page * size, first * records[part]), min((page + 1) * size, end * records[part])
+            address = self.stored[handle].slots[part, page].address + low - page * size
+            if words and tuple(words[-4:]) == (part, low - words[-2], words[-2], address - words[-2]):
+                words[-2] += high - low
+            elif low < high:
+                words.extend((part, low, high - low, address))
+        return words
+
+    def _load(self, stored: Items[Stored], words: array[int], ticket: int, first: int, end: int) -> None:
+        cache, ask, rows, row, fence = self.cache, Ask(), self.cache.rows, ticket & ROW_MASK, Fence()
+        for each in stored:
+            fence |= each.fence
         try:
             code = self.pool.change(
                 ask, entries.plan_load, cache.address, ticket, first, end, words.buffer_info()[0], len(words) // 4,
@@ -209,7 +233,8 @@ class Prefixes:
             )  # fmt: skip
         finally:
             if row < cache.max_sequences:
-                stored.fence |= Fence(self.driver, int(rows["slots"][row]), int(rows["tick"][row]))
+                for each in stored:
+                    each.fence |= Fence(self.driver, int(rows["slots"][row]), int(rows["tick"][row]))
         if code == PART:
             raise ArgumentError("asked to load tokens onto pages that the sequence shares; part it first")
         if code < 0:
@@ -221,8 +246,8 @@ class Prefixes:
         """Forgets a prefix, if it is stored."""
         if stored := self.stored.pop(handle, None):
             del self.levels[stored.priority][handle]
-            self.pages[stored.priority] -= stored.pages
-            self.slots.give(stored.taken, stored.fence)
+            self.pages[stored.priority] -= len(stored.slots)
+            self.slots.give([[*stored.slots.values()]], stored.fence)
 
     def make_way(self, pages: int, priority: int | None = None) -> bool:
         """Drops prefixes, of a priority at most, or of any, until so many slots can be taken. Returns whether they can;
@@ -244,6 +269,27 @@ class Prefixes:
         wait_for_device(self.driver)
         self.collect()
         self._clear_window()
+
+
+def singles(runs: Iterable[Run], page_size: int) -> Iterator[Run]:
+    """Runs of one page each."""
+    for chunk, first, pages, address in runs:
+        for page in range(pages):
+            yield Run(chunk, first + page, 1, address + page * page_size)
+
+
+def joined(moves: Iterable[tuple[int, int]], page_size: int) -> Iterator[tuple[int, int, int]]:
+    """Copies of pages to addresses from others, as copies of all that lie side by side: target, source, pages."""
+    count, start = 0, (0, 0)
+    for target, source in moves:
+        if count and (target, source) == (start[0] + count * page_size, start[1] + count * page_size):
+            count += 1
+            continue
+        if count:
+            yield *start, count
+        count, start = 1, (target, source)
+    if count:
+        yield *start, count
 
 
 def _free(driver: Any, address: int, nbytes: int) -> None:

@@ -131,10 +131,11 @@ class Slots:
         first = (chunk.free & -chunk.free).bit_length() - 1
         behind = chunk.free >> first
         pages = min((~behind & behind + 1).bit_length() - 1, wanted)
-        chunk.free &= ~((1 << pages) - 1 << first)
-        self.taken += pages
-        if not chunk.free:
+        left = chunk.free & ~((1 << pages) - 1 << first)
+        if not left:
             self._partial.pop()
+        chunk.free = left
+        self.taken += pages
         return Run(chunk, first, pages, chunk.address + first * self.page_size)
 
     def _free(self, run: Run) -> None:

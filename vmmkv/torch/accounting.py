@@ -13,8 +13,7 @@ import torch
 
 from ..cache import KVCache
 from ..errors import VmmkvError
-from ..memory.owner import owners
-from ..memory.pool import FramePool, pool_stats
+from ..pool import FramePool, holders, pool_stats
 from ..stats import MappedRange
 from .growable_tensor import GrowableTensor
 from .pool import MemoryPool, pools
@@ -88,7 +87,7 @@ def dump_snapshot(path: str | os.PathLike[str]) -> None:
 
 def _all(kind: type[Kind]) -> list[Kind]:
     """The caches, or the growable tensors, of this process."""
-    return [owner for owner in list(owners) if isinstance(owner, kind)]
+    return [owner for owner in holders() if isinstance(owner, kind)]
 
 
 def _whole_device(device: str | torch.device) -> torch.device:

@@ -1,37 +1,29 @@
 """A growable tensor: its shape is the maximum, its memory is what is used, and it never moves.
 
-It is the tool under the cache, in general: one row of one arena. See `vmmkv.space` and `vmmkv.memory` for the
-invariants.
+It is a cache of one row, whose tokens are the rows of the tensor, and one sequence that lives as long as the tensor.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import os
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
+from ..budget import pages_within
 from ..core.addresses import check_address_space
-from ..driver.fence import Fence, check_stream
-from ..errors import (
-    DeviceError,
-    DtypeError,
-    LayoutError,
-    ShapeError,
-)
-from ..invariants import watch
+from ..core.cache import Cache
+from ..core.pool import DeadLock, busy
+from ..driver.driver import fork_error
+from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, UseAfterFreeError
 from ..layout import shown, whole_number
-from ..memory.accounts import Account
-from ..memory.budget import pages_within
-from ..memory.monitor import operation
-from ..memory.owner import Owner, check_pool_alone, owners
-from ..memory.pool import FramePool
-from ..space.arena import Arena
-from ..space.change import Change
-from ..space.undo import Undo
+from ..pool import FramePool, check_pool_alone
 from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
@@ -51,7 +43,7 @@ class GrowableTensorStats:
     used_bytes: int
 
 
-class GrowableTensor(Owner):
+class GrowableTensor:
     """A contiguous tensor that grows and shrinks in its first dimension, in place.
 
         history = GrowableTensor((1 << 30, 4096), torch.bfloat16)  # 8 TiB of addresses, no memory
@@ -81,9 +73,6 @@ class GrowableTensor(Owner):
             that the pool determines.
     """
 
-    kind = "GrowableTensor"
-    """Among who lies on a pool."""
-
     def __init__(
         self,
         shape_max: Sequence[int],
@@ -102,31 +91,24 @@ class GrowableTensor(Owner):
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        owns_pool = pool is None
-        pool = pool or FramePool(max_bytes, device=device, page_size=page_size)
-        super().__init__(pool, owns_pool)
-        size = pool.page_size
-        nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
+        nbytes = self.shape_max[0] * self._row_bytes
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
-        self._length = 0
-        self._fence = Fence()
-        self._streams = {self._driver.current_stream()}
-        self._is_poisoned = pool.is_debugged and self.dtype.is_floating_point
-        """For debugging: new rows are filled with what is no number."""
-        self._open(nbytes, None if owns_pool else pages_within(pool, max_bytes))
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-            flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
-            self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
-        owners.add(self)
+        self.owns_pool = pool is None
+        limit = None if pool is None else pages_within(pool, max_bytes)
+        self.pool = pool or FramePool(max_bytes, device=device, page_size=page_size)
+        """The physical memory that it lies on."""
+        self.pool.is_shared = not self.owns_pool
+        self._lock: Any = threading.RLock()
+        self._cache = Cache(self.pool, (self._row_bytes,), 1, self.shape_max[0], limit=limit, large=False)
+        self._sequence = self._cache.start()
+        self._whole: torch.Tensor | None = self._export()
+        self.account_name = self.pool.name(self)
+        tensors.add(self)
 
-    @operation
-    def _open(self, nbytes: int, limit: int | None) -> None:
-        """Opens an account of so many pages, and reserves addresses."""
-        if self.pool.is_debugged:
-            watch(self.pool)
-        self._account = Account(limit)
-        self._arena = Arena(self.pool, self._account, 1, nbytes)
-        self.pool.accounts.open(self._account, self)
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self.pool.device
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -135,23 +117,21 @@ class GrowableTensor(Owner):
         Raises:
             UseAfterFreeError: it was closed.
         """
-        self.check_open()
-        return self._whole[: self._length]
+        return self._opened()[: len(self)]
 
     @property
     def shape(self) -> torch.Size:
         """The shape of `tensor`."""
-        return torch.Size((self._length, *self.shape_max[1:]))
+        return torch.Size((len(self), *self.shape_max[1:]))
 
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        return min(self._arena.table.ready[0] * self.pool.page_size // self._row_bytes, self.shape_max[0])
+        return int(self._cache.capacities[0])
 
     def __len__(self) -> int:
-        return self._length
+        return int(self._cache.lengths[0])
 
-    @operation
     def resize(self, length: int) -> None:
         """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined.
 
@@ -166,14 +146,9 @@ class GrowableTensor(Owner):
             UseAfterFreeError: it was closed. In all cases it is as before.
         """
         length = operator.index(length)
-        self._make_room(length)
-        if self._pages(length) < self._pages(self._length):
-            self._fence_all()
-        if self._is_poisoned and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self._whole[self._length : length].fill_(math.nan)
-        self._length = length
+        with self._alone():
+            self._resize(length)
 
-    @operation
     def append(self, rows: torch.Tensor) -> None:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
 
@@ -188,10 +163,10 @@ class GrowableTensor(Owner):
             raise DtypeError(f"got {rows.dtype}; this tensor holds {self.dtype}. Convert with .to()")
         if rows.device != self.device:
             raise DeviceError(f"got rows on {rows.device}; this tensor is on {self.device}")
-        start, end = self._length, self._length + len(rows)
-        self._make_room(end)
-        self._whole[start:end].copy_(rows.detach())  # it is no part of an autograd graph
-        self._length = end
+        with self._alone():
+            start, end = len(self), len(self) + len(rows)
+            self._resize(end)
+            self._opened()[start:end].copy_(rows.detach())  # it is no part of an autograd graph
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too.
@@ -199,117 +174,124 @@ class GrowableTensor(Owner):
         Raises:
             ArgumentError: it is no stream.
             DeviceError: the stream is on another device.
+            UseAfterFreeError: it was closed.
         """
-        check_stream(stream, self.device)
-        self._streams.add(stream)
+        self._opened()
+        self._cache.record_stream(self._sequence, stream)
 
-    @operation
     def trim(self) -> int:
-        """Gives the pages behind its last row back to the system; returns their bytes.
+        """Gives the pages behind its last row back to the system, and pages that are free; returns their bytes.
 
         Waits for GPU work that was submitted before it shrank.
 
         Raises:
             DriverError, UseAfterFreeError: as in `KVCache.trim`.
         """
-        return self.pool.trim_holder(self)
+        with self._alone():
+            return self._cache.trim_own() * self.pool.page_size
+
+    def stats(self) -> GrowableTensorStats:
+        """A snapshot: bytes. Raises `UseAfterFreeError` if it was closed."""
+        self._opened()
+        size, limit = self.pool.page_size, int(self.pool.accounts[self.account]["limit"])
+        physical = self.pool.word("created") if self.owns_pool else self.mapped_pages()
+        budget = min(limit, self.pool.limit_pages)
+        return GrowableTensorStats(budget * size, physical * size, len(self) * self._row_bytes)
+
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where its pages are mapped now: nowhere, or one run. Raises `UseAfterFreeError` if it was closed."""
+        self._opened()
+        start, pages = int(self._cache.ranges[0]["address"]), self.mapped_pages()
+        run = MappedRange(start, pages * self.pool.page_size, start, len(self) * self._row_bytes, 0, 0)
+        return [run] if pages else []
+
+    # ------------------------------------------------------------------ as a holder
 
     @property
-    def kept_pages(self) -> int:
-        """Pages that others on its pool cannot have."""
-        return self._pages(self._length)
-
-    @property
-    def firm_pages(self) -> int:
-        """All that are mapped: it grows into them without asking."""
-        return self._account.taken
-
-    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
-        """Gives up to `count` pages behind its last row to others on its pool; returns how many. All are firm."""
-        if wait:
-            self._fence.wait()
-        return self._arena.unmap_back(0, self._pages(self._length), count) if self._fence.passed() else 0
+    def account(self) -> int:
+        """The number of its account."""
+        return self._cache.account
 
     def sequences(self) -> tuple[int, int]:
         """None: it has rows, and these are no tokens."""
         return 0, 0
 
-    def known_tenants(self) -> set[int]:
-        """None: what it has is nobody's in particular."""
-        return set()
+    def mapped_pages(self) -> int:
+        """Pages that are mapped for it."""
+        return int(self._cache.extents[0]["mapped"] - self._cache.extents[0]["first"])
 
-    def held(self) -> list[str]:
-        """What of it is in use."""
-        pages = self._arena.table.mapped_pages()
-        return [f"{self._length} rows", *(f"  {line}" for line in self.pool.taken_by(pages))] if self._length else []
+    # ------------------------------------------------------------------ use, and its end
 
-    def recover(self) -> None:
-        """Works its books out anew, after an interruption."""
-        self._fence_all()  # who was interrupted may have begun to write behind the last row
-        table, end = self._arena.table, self._pages(self._length)
-        if self.pool.tenants and table.unclean(0, end, table.end[0], tenant=0):
-            self._fence.wait()
-            self._arena.unmap_back(0, end)
-        self._account.taken = len(self._arena.table.mapped_pages())
+    def close(self) -> None:
+        """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
 
-    @operation
-    def stats(self) -> GrowableTensorStats:
-        """A snapshot: bytes."""
-        pool, size = self.pool, self.pool.page_size
-        physical = pool.frames.existing if self._owns_pool else self._account.taken
-        budget = pool.accounts.limit_of(self._account)
-        return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
+        Garbage collection does the same when nobody holds it or its views any more.
 
-    @operation
-    def mapped_ranges(self) -> list[MappedRange]:
-        """Where its pages are mapped now: nowhere, or one run."""
-        table = self._arena.table
-        return [table.mapped_range(0, 0, self._length * self._row_bytes, 0)] if table.pages(0) else []
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
+            DriverError: the device could not be waited for; nothing was closed.
+            BusyError: another operation of this thread is not at its end.
+        """
+        if self.pool.word("dead"):
+            return
+        with self._alone(is_open=False):
+            self._whole = None
+            try:
+                self._cache.close()
+            finally:
+                self._whole = self._export() if self._cache.owners[0] else None
+        if self.owns_pool:
+            self.pool.end()
 
-    def _give_back(self) -> None:
-        self._length = 0
-        self._arena.close()
-        self.pool.accounts.close(self._account)
+    def _alone(self, *, is_open: bool = True) -> Any:
+        """The lock, for a call that changes the tensor."""
+        if self._lock._is_owned():
+            raise busy()
+        if is_open:
+            self._opened()
+        return self._lock
 
-    def _pages(self, length: int) -> int:
-        return -(-length * self._row_bytes // self.pool.page_size)
+    def _opened(self) -> torch.Tensor:
+        """All of the virtual tensor. Raises `UseAfterFreeError` or `ForkError` where it cannot be used any more."""
+        if self.pool.word("dead"):
+            raise fork_error()
+        if self._whole is None:
+            raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
+        return self._whole
 
-    def _make_room(self, length: int) -> None:
-        """Maps the pages of `length` rows, or changes nothing."""
+    def leave(self) -> None:
+        """Marks the lock dead in a forked child. A thread of the parent, which is not there, may hold it."""
+        self._lock = DeadLock()
+
+    def _export(self) -> torch.Tensor:
+        """A tensor over all of the range."""
+        address, nbytes = int(self._cache.ranges[0]["address"]), self.shape_max[0] * self._row_bytes
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            flat = export_range(address, nbytes, self.device, owner=self._cache.owner())
+            return flat.view(self.dtype).view(self.shape_max)
+
+    def _resize(self, length: int) -> None:
+        """Does what `resize` does, under the lock."""
+        whole, before = self._opened(), len(self)
         if not 0 <= length <= self.shape_max[0]:
             raise ShapeError(
                 f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
             )
-        arena, pool = self._arena, self.pool
-        end, old_end, ready = self._pages(length), arena.table.end[0], arena.table.ready[0]
-        if end <= ready:
-            return
-        missing = max(end - old_end, 0)
-        pool.collect()
-        pool.accounts.check_allowed(self._account, end)
-        pool.accounts.make_headroom(self._account, missing)
-        pool.accounts.make_idle(self._account, missing)
-        supply = pool.take(self._account, missing)
-        change = Change(pool)
-        change.map(arena.table, 0, end, supply)
-        change.run()
-        pool.pages_in_need += change.commit()
-        with Undo() as undo:
-            undo.push(self._unmap, ready)
-            change.check()
-            undo.push(self._fence_all)
-            for address, nbytes in arena.table.unclean(0, ready, end, tenant=0):
-                self._driver.fill(address, nbytes, 0, self._driver.current_stream())
-        arena.table.belong(0, ready, end, tenant=0)
+        if length >= before:
+            self._sequence.extend(length - before)
+        else:
+            if (stream := self.pool.driver.current_stream()) is not None:
+                self._cache.record_stream(self._sequence, stream)
+            self._sequence.truncate(length)
+        is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.pool.is_debugged and self.dtype.is_floating_point and not is_captured:
+            whole[before:length].fill_(math.nan)
 
-    def _unmap(self, ready: int) -> None:
-        """Unmaps all behind what was accessible."""
-        self._fence.wait()
-        self._arena.unmap_back(0, ready)
+    def __enter__(self) -> Self:
+        return self
 
-    def _fence_all(self) -> None:
-        """Keeps the pages behind the last row until all work so far has finished."""
-        self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a GrowableTensor owns its memory and cannot be copied or pickled; clone its tensor")
@@ -317,3 +299,15 @@ class GrowableTensor(Owner):
     def __repr__(self) -> str:
         sizes = f"{list(self.shape)} of {list(self.shape_max)}"
         return f"<vmmkv.torch.GrowableTensor on {self.device}: {sizes}, {self.dtype}>"
+
+
+tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _leave_to_parent() -> None:
+    for tensor in list(tensors):
+        tensor.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,26 +1,25 @@
-"""A memory pool: what torch allocates in a `with` block lies on pages of ours, within a budget of ours or a share of a
-frame pool."""
+"""A memory pool: what torch allocates in a `with` block lies on pages of ours, within a budget of its own or a share of
+a frame pool."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..budget import pages_within
 from ..driver.driver import open_driver
-from ..errors import DeviceError, VmmkvError
-from ..memory.budget import pages_within
-from ..memory.owner import check_pool_alone
-from ..memory.pool import FramePool
-from .lease import Lease
+from ..errors import DeviceError
+from ..pool import FramePool, check_pool_alone
 
 if TYPE_CHECKING:
     from .allocator import Allocator
+    from .lease import Lease
 
 
 def memory_pool(
@@ -28,7 +27,7 @@ def memory_pool(
     device: str | torch.device | None = None,
     *,
     pool: FramePool | None = None,
-    guaranteed: float | str = 0,
+    reserved: float | str = 0,
 ) -> MemoryPool:
     """Makes a memory pool for a CUDA device.
 
@@ -42,17 +41,17 @@ def memory_pool(
         device: `"cuda:1"`; `"cuda"` is torch's current device, and so is None where there is no `pool`.
         pool: physical memory shared with caches and others. Without one it has a budget of its own, beside those of
             caches; together they should fit the device.
-        guaranteed: bytes of the pool, as in `max_bytes`, that it can have at any time. Only with a `pool`.
+        reserved: bytes of the pool, as in `max_bytes`, that it can have at any time. Only with a `pool`.
 
     Raises:
         DeviceError: it is no CUDA device, or there is none.
-        BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee that
+        BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot reserve that
             much.
         ArgumentError, ValueError: the pool is no `FramePool`; or an argument conflicts with another.
     """
     check_pool_alone(pool, device=device)
-    if pool is None and guaranteed:
-        raise ValueError(f"asked for guaranteed={guaranteed!r} without a pool; it is a share of one: give pool=")
+    if pool is None and reserved:
+        raise ValueError(f"asked for reserved={reserved!r} without a pool; it is a share of one: give pool=")
     target = pool.device if pool is not None else "cuda" if device is None else device
     if not str(target).startswith("cuda") or not torch.cuda.is_available():
         raise DeviceError(
@@ -60,13 +59,13 @@ def memory_pool(
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
     from .allocator import Allocator  # loads machine code
+    from .lease import Lease
 
     if pool is None:
         driver = open_driver(target)
-        budget = pages_within(driver, max_bytes)
-        return MemoryPool(driver.device, Allocator(driver, budget))
+        return MemoryPool(driver.device, Allocator(driver, pages_within(driver, max_bytes)))
     limit = pages_within(pool, max_bytes)
-    promised = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
+    promised = pages_within(pool, reserved, name="reserved") if reserved else 0
     allocator = Allocator(pool.driver, 0)
     return MemoryPool(pool.device, allocator, Lease(pool, allocator, limit, promised))
 
@@ -98,11 +97,11 @@ class MemoryPool:
     torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. Instead it
     has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use, which they give back as
     for any growth; on leaving it, what torch has allocated of that. While the block runs, others can have what torch
-    has not allocated, except what is `guaranteed`.
+    has not allocated, except what is `reserved`.
 
     torch's caching allocator works on top, with all of its statistics: small tensors share a segment, and segments
     whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
-    nobody holds the pool any more. A tensor may outlive both: its segment goes back at the first
+    nothing holds the pool any more. A tensor may outlive both: its segment goes back at the first
     `torch.cuda.empty_cache()` after its end.
 
     If the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves the
@@ -122,7 +121,7 @@ class MemoryPool:
         self._block = ExitStack()
         weakref.finalize(self, _end, self._mem_pools, lease).atexit = False
         if lease:
-            lease.open()
+            lease.pool.name(self)
         pools.add(self)
 
     def __enter__(self) -> MemoryPool:
@@ -183,6 +182,19 @@ class MemoryPool:
         budget = self._lease.limit * self._lease.pool.page_size if self._lease else leased
         return MemoryPoolStats(budget, leased, physical, segments)
 
+    @property
+    def account(self) -> int:
+        """The number of its account on a frame pool; -1 without one."""
+        return self._lease.account if self._lease else -1
+
+    def sequences(self) -> tuple[int, int]:
+        """None: it has segments, and these are no tokens."""
+        return 0, 0
+
+    def mapped_pages(self) -> int:
+        """Pages that segments of torch lie on."""
+        return int(self._books["physical"]) // int(self._books["page_size"])
+
     def _begin_use(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{self!r} is in a with block; make one pool per thread, and release it after the block")
@@ -190,8 +202,7 @@ class MemoryPool:
     def _end_use(self) -> None:
         try:
             if self._lease:
-                with suppress(VmmkvError):  # others can have what is not used at any time
-                    self._lease.shrink()
+                self._lease.shrink()
         finally:
             self._busy.release()
 
@@ -211,7 +222,7 @@ class MemoryPool:
         if self._lease:
             advice += (
                 f". That is what could be leased of {self._lease.pool!r}, and {stats.budget_bytes / mib:.0f} MiB are "
-                "the most: others keep what they use, and can have what nobody uses, but for what is guaranteed"
+                "the most: others keep what they use, and can have what is not allocated, except what is reserved"
             )
         return asked + advice
 
@@ -226,8 +237,8 @@ class MemoryPool:
 pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
 """All of this process."""
 
-# A torch.cuda.MemPool that ends while any other is in use aborts the process: its destructor asserts that nobody
-# allocates to a pool. So those of lost pools wait here until nobody does.
+# A torch.cuda.MemPool that ends while any other is in use aborts the process: its destructor asserts that nothing
+# allocates to a pool. So those of lost pools wait here until no pool is in use.
 _lock = threading.RLock()
 _blocks = 0
 _ended: list[torch.cuda.MemPool] = []
@@ -239,13 +250,13 @@ def _can_end() -> bool:
 
 def _end(mem_pools: list[torch.cuda.MemPool], lease: Lease | None = None) -> None:
     """Ends these, and those that wait, now or when that is possible; takes the last reference to them."""
-    if lease:
-        lease.end()
     with _lock:
         _ended.extend(mem_pools)
         mem_pools.clear()
         if _can_end():
             _ended.clear()
+    if lease:
+        lease.end()
 
 
 def _leave_block() -> None:

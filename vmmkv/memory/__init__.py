@@ -1,1 +1,0 @@
-"""Physical memory: frames, the pool and its accounts, fences, and the driver."""

@@ -1,0 +1,297 @@
+"""The frame pool: physical memory of one device, for several caches and growable tensors."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import weakref
+from contextlib import suppress
+from typing import NoReturn, Protocol
+
+import torch
+
+from . import debugging
+from .budget import pages_within
+from .core.pool import NO_LIMIT_PAGES, Pool
+from .core.tables import ACCOUNT
+from .driver.driver import Driver, fork_error, open_driver
+from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
+from .nvtx import Ranges
+from .pool_picture import draw_accounts
+from .stats import AccountStats, FramePoolStats
+
+
+class Holder(Protocol):
+    """A cache, growable tensor or memory pool that lies on a pool."""
+
+    @property
+    def account(self) -> int:
+        """The number of its account."""
+
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+
+    def mapped_pages(self) -> int:
+        """Pages that are mapped for it, each counted once."""
+
+
+class FramePool(Pool):
+    """Physical memory of one device, for several caches and growable tensors: memory that one does not use another can
+    have.
+
+        pool = vmmkv.FramePool("60GiB")
+        chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, reserved="10GiB")
+        embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
+
+    Methods may be called from several threads. Calls that need no page do not wait while the driver maps pages.
+
+    Args:
+        max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is allocated as
+            sequences grow, not before.
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
+            GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
+
+    Raises:
+        BudgetError: the limit is no size, below one page, or larger than the device.
+        LayoutError: there is no such page.
+        DeviceError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        max_bytes: float | str = "80%",
+        *,
+        device: str | torch.device | None = None,
+        page_size: int | None = None,
+    ) -> None:
+        self.open_on(open_driver(device, page_size), max_bytes)
+
+    @classmethod
+    def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
+        """Makes a pool on a driver that is open already."""
+        pool = cls.__new__(cls)
+        pool.open_on(driver, max_bytes)
+        return pool
+
+    def open_on(self, driver: Driver, max_bytes: float | str) -> None:
+        """Opens the pool on a driver, with so many bytes."""
+        self.is_debugged = debugging.is_on()
+        """Whether `VMMKV_DEBUG` was set when it was made."""
+        super().__init__(driver, pages_within(driver, max_bytes), poison=self.is_debugged)
+        self.is_shared = True
+        """Whether several may lie on it; otherwise it ends with its one cache or tensor."""
+        self.number = next(_numbers)
+        """Among the pools of this process."""
+        self.nvtx = Ranges(driver.device)
+        """What a profiler shows."""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
+        self.holders: weakref.WeakValueDictionary[str, Holder] = weakref.WeakValueDictionary()
+        """By name: those who lie on it."""
+        self._kinds: dict[str, itertools.count[int]] = {}
+        _pools[self.number] = self
+
+    def name(self, holder: Holder) -> str:
+        """Names a holder by its kind and its number: `"KVCache 0"`."""
+        kind = type(holder).__name__
+        name = f"{kind} {next(self._kinds.setdefault(kind, itertools.count()))}"
+        self.holders[name] = holder
+        return name
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.driver.device
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self.driver.page_size
+
+    @property
+    def limit_pages(self) -> int:
+        """The most pages that it may take, at present."""
+        return self.word("budget")
+
+    def memory_info(self) -> tuple[int, int]:
+        """The bytes that shares of the pool refer to, and its bytes in all: both are its limit."""
+        return self.limit_pages * self.page_size, self.limit_pages * self.page_size
+
+    def check_usable(self) -> None:
+        """Raises an error if the pool cannot be used.
+
+        Raises:
+            ForkError, UseAfterFreeError: it cannot.
+        """
+        if self.word("dead"):
+            raise fork_error()
+        if not self.is_open:
+            raise UseAfterFreeError("this FramePool was closed; make a new one")
+
+    def set_limit(self, max_bytes: float | str) -> None:  # type: ignore[override]
+        """Sets how much the pool may take, up or down. Memory beyond that goes back to the system before this returns.
+
+        `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now
+        plus what the pool already holds.
+
+        Raises:
+            BudgetError: it is not a size, or below one page, or larger than the device, or less than what is reserved.
+            OutOfPagesError: live tokens and reservations take more. The limit is as before, and no sequence has lost a
+                token.
+            DriverError: a driver call failed. The limit is set; the rest can be trimmed.
+        """
+        self.check_usable()
+        held = (self.word("created") + self.word("leased")) * self.page_size
+        limit = pages_within(self.driver, max_bytes, held=held)
+        reserved = int(self.accounts["reserved"].sum())
+        if limit < reserved:
+            raise BudgetError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; {reserved} are reserved. Close a "
+                "cache, or keep a higher limit"
+            )
+        self.limit_to(limit)
+
+    def trim(self, keep: float | str = 0) -> int:
+        """Gives unused memory back to the system, until the pool has `keep` bytes left, or only memory in use; returns
+        the number of bytes given back. `keep` takes the same forms as `max_bytes`; shares refer to the pool's limit.
+
+        Waits for GPU work that still uses it.
+
+        Raises:
+            BudgetError: `keep` is no size, or more than the pool's limit.
+            DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
+        """
+        self.check_usable()
+        kept = pages_within(self, keep, least=0, name="keep")
+        return self.release(self.word("created") - max(kept - self.word("leased"), 0)) * self.page_size
+
+    def stats(self) -> FramePoolStats:
+        """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
+        self.check_usable()
+        self.take_leased(0)  # of memory pools that are gone
+        size, accounts = self.page_size, tuple(self._accounts())
+        mapper, taken = self.mapper, sum(lessee.mapped_pages() for lessee in self.leases)
+        return FramePoolStats(
+            limit_bytes=self.limit_pages * size,
+            physical_bytes=(self.word("created") + taken) * size,
+            free_bytes=self.free_pages() * size,
+            leased_bytes=self.word("leased") * size,
+            reserved_bytes=int(self.accounts["reserved"].sum()) * size,
+            holders=int(self.accounts["open"].sum()),
+            used_bytes=(self.word("used") - self.word("leased") + taken) * size,
+            sequences=sum(account.sequences for account in accounts),
+            tokens=sum(account.tokens for account in accounts),
+            pages_created=self.word("made"),
+            pages_mapped={
+                "ahead": self.word("mapped_ahead"),
+                "in need": self.word("mapped_in_need"),
+            },
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            driver_calls=self.meter.stats(),
+            mapper_calls=self.ahead_meter.stats(),
+            mapper_error=mapper.error if mapper else None,
+            accounts=accounts,
+        )
+
+    def _accounts(self) -> list[AccountStats]:
+        """What each holder has, the oldest first."""
+        found = []
+        for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
+            words = dict(zip(ACCOUNT.names or (), self.accounts[holder.account].tolist()))
+            sequences, tokens = holder.sequences()
+            limit = min(words["limit"], self.limit_pages) if words["limit"] < NO_LIMIT_PAGES else self.limit_pages
+            found.append(
+                AccountStats(
+                    name=name,
+                    limit_bytes=limit * self.page_size,
+                    reserved_bytes=words["reserved"] * self.page_size,
+                    mapped_bytes=holder.mapped_pages() * self.page_size,
+                    used_bytes=words["used"] * self.page_size,
+                    sequences=sequences,
+                    tokens=tokens,
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """Gives all memory back now. Close the caches and tensors on the pool first. In a forked child this does
+        nothing.
+
+        Raises:
+            BudgetError: a cache, tensor or memory pool still lies on the pool.
+        """
+        if not self.is_open or self.word("dead"):
+            return
+        self.take_leased(0)
+        if self.accounts["open"].any():
+            raise BudgetError(
+                f"{int(self.accounts['open'].sum())} caches, growable tensors or memory pools (with what torch has "
+                "made there) lie on this pool; close them first"
+            )
+        self.end()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a FramePool owns its memory and cannot be copied or pickled; make another one")
+
+    def __repr__(self) -> str:
+        mib = self.page_size / 2**20
+        return (
+            f"<vmmkv.FramePool on {self.device}: {self.word('created') * mib:.0f} of {self.limit_pages * mib:.0f} MiB, "
+            f"{int(self.accounts['open'].sum())} accounts>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: how much each account has."""
+        try:
+            stats = self.stats()
+        except VmmkvError:
+            return html.escape(repr(self))
+        title = f"FramePool {self.number} on {self.device}"
+        return draw_accounts(title, stats.limit_bytes, stats.free_bytes, stats.accounts)
+
+
+def check_given(pool: object) -> None:
+    """Raises `ArgumentError` for what is no pool, or a pool that a cache has made for itself."""
+    if not isinstance(pool, FramePool):
+        raise ArgumentError(f"got pool={pool!r}; it must be a vmmkv.FramePool")
+    if not pool.is_shared:
+        raise ArgumentError(
+            f"got pool={pool!r}, which a cache, or a growable tensor, has made for itself, and which ends with it; "
+            "make a vmmkv.FramePool, and give it to both"
+        )
+    pool.check_usable()
+
+
+def check_pool_alone(pool: object, **others: object) -> None:
+    """Raises `ArgumentError` for what is no pool, and `ValueError` for an argument that the pool determines."""
+    if pool is None:
+        return
+    check_given(pool)
+    if any(other is not None for other in others.values()):
+        raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
+
+
+def living_pools() -> list[FramePool]:
+    """Those of this process, the first one made coming first."""
+    return [pool for reference in _pools.valuerefs() if (pool := reference()) is not None]
+
+
+def holders() -> list[Holder]:
+    """The caches, growable tensors and memory pools of this process, by pool, the oldest first."""
+    found = [sorted(pool.holders.values(), key=lambda holder: holder.account) for pool in living_pools()]
+    return [holder for of_pool in found for holder in of_pool]
+
+
+def pool_stats() -> dict[FramePool, FramePoolStats]:
+    """A snapshot of each pool of this process that is in use, the first one made coming first."""
+    stats = {}
+    for pool in living_pools():
+        with suppress(VmmkvError):
+            stats[pool] = pool.stats()
+    return stats
+
+
+_numbers = itertools.count()
+_pools: weakref.WeakValueDictionary[int, FramePool] = weakref.WeakValueDictionary()

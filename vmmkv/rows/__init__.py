@@ -1,1 +1,0 @@
-"""Who has which row, and which pages of it may go to others."""

@@ -1,1 +1,0 @@
-"""Addresses: reserved ranges, which frame lies where, and changes of that."""
