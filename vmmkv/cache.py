@@ -501,10 +501,21 @@ class KVCache(Cache):
         with self.pool.nvtx.reorder:
             reorder(self, batch, chosen)
             if self.scales:
-                self.scales.copy({each.row: batch[index].row for each, index in zip(batch, chosen)})
-                self._order(batch)
+                self._reorder_scales({each: batch[index] for each, index in zip(batch, chosen)})
         if self.prefixes:
             self.prefixes.reordered(batch, [batch[index] for index in chosen])
+
+    def _reorder_scales(self, moves: dict[Any, Any]) -> None:
+        """Gives sequences the scales of others, behind whose tokens they are. Where that fails, those that were to
+        change have ended."""
+        assert self.scales is not None
+        try:
+            self.scales.copy({each.row: other.row for each, other in moves.items()})
+            self._order(moves)
+        except BaseException:
+            with suppress(VmmkvError):
+                self.free([each for each, other in moves.items() if each is not other])
+            raise
 
     def _order(self, batch: Iterable[Any]) -> None:
         """Has the streams of sequences wait for the current stream."""
@@ -792,7 +803,7 @@ class KVCache(Cache):
 
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
-        return snapshot.mapped_pages(self)
+        return snapshot.counts(self)["mapped"]
 
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
@@ -801,8 +812,7 @@ class KVCache(Cache):
             self.sweep()
         if self.host_tier:
             self.host_tier.refresh()
-        with self.pool.lock:
-            return snapshot.stats(self)
+        return snapshot.stats(self)
 
     def page_map(self) -> npt.NDArray[np.int64]:
         """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .core import entries
 from .core.cache import Cache
-from .core.tables import RETIRED
+from .core.tables import COUNTS
 from .stats import (
     FREE_PAGE,
     KEPT_PAGE,
@@ -79,35 +80,11 @@ def pages_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple
     return first, first_pages(cache)[found] + offsets[first - begins[0] :][: len(found)]
 
 
-def used_bytes(cache: KVCache) -> int:
-    """Bytes of live tokens, each byte of memory counted once."""
-    live = cache.owners[: cache.max_sequences] > 0
-    extents = cache.extents.reshape(cache.max_sequences, len(cache.ranges))
-    if not extents["shared"][live].any():
-        return int(cache.state[0]["tokens"]) * sum(cache.layout.record_bytes)
-    held, size = np.zeros(int(cache.pool.frames["pages"][: cache.pool.word("fresh")].sum()), np.int64), cache.page_size
-    for row, part in mapped_rows(cache):
-        if live[row]:
-            first, pages = pages_in(cache, row, part, "use")
-            begin, end = (
-                int(words[row]) * int(cache.ranges[part]["record"]) for words in (cache.starts, cache.lengths)
-            )
-            at = (first + np.arange(len(pages))) * size
-            np.maximum.at(held, pages, np.clip(np.minimum(end, at + size) - np.maximum(begin, at), 0, size))
-    return int(held.sum())
-
-
-def mapped_pages(cache: KVCache) -> int:
-    """Pages that are mapped for a cache, each counted once."""
-    extents, ranges = cache.extents, len(cache.ranges)
-    own = np.maximum(extents["mapped"] - np.maximum(extents["first"], extents["shared"]), 0).sum()
-    ends = np.minimum(extents["shared"], extents["mapped"])  # in front of that others may have the same frames
-    found = [
-        frames_on(cache, index // ranges, index % ranges, int(extents[index]["first"]), int(ends[index]))
-        for index in np.flatnonzero(ends > extents["first"]).tolist()
-    ]
-    frames = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
-    return int(own + cache.pool.frames["pages"][frames].sum())
+def counts(cache: Cache) -> dict[str, int]:
+    """Pages, bytes and rows by the names of `COUNTS`."""
+    seen, found = np.zeros(len(cache.pool.frames), np.int64), np.zeros(1, COUNTS)
+    entries.count(cache.address, seen.ctypes.data, found.ctypes.data)
+    return dict(zip(COUNTS.names or (), found[0].tolist()))
 
 
 def page_map(cache: KVCache) -> Ints:
@@ -165,33 +142,24 @@ def mapped_ranges(cache: KVCache) -> list[MappedRange]:
 def stats(cache: KVCache) -> CacheStats:
     """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
     pool, size, tokens, host = cache.pool, cache.page_size, int(cache.state[0]["tokens"]), cache.host_tier
-    account = pool.accounts[cache.account]
+    account, found = pool.accounts[cache.account], counts(cache)
     used, records = int(account["used"]), sum(cache.layout.record_bytes)
     pages = {
         "used": used,
-        "surplus": (mapped_pages(cache) if pool.is_shared else pool.word("created") - pool.free_pages()) - used,
+        "surplus": (found["mapped"] if pool.is_shared else pool.word("created") - pool.free_pages()) - used,
         "free": 0 if pool.is_shared else pool.free_pages(),
     }
-    is_live = cache.owners[: cache.max_sequences] > 0
-    used_now = cache.extents.reshape(cache.max_sequences, -1)[is_live]
-    uses = int(cache.state[0]["page_uses"] + (used_now["use_end"] - used_now["use_first"]).sum())
-    calls, made, live = pool.meter.stats(), pool.word("made"), int(is_live.sum())
-    retired = int((cache.rows["list"][: cache.max_sequences] == RETIRED).sum())
-    has_pages = (cache.extents["mapped"] > cache.extents["first"]).reshape(cache.max_sequences, -1).any(1)
-    parked = int((has_pages & ~is_live).sum()) - retired
+    rows = {state: found[state] for state in ("live", "parked", "retired")}
+    uses = int(cache.state[0]["page_uses"]) + found["uses"]
+    calls, made = pool.meter.stats(), pool.word("made")
     return CacheStats(
         budget_bytes=min(int(account["limit"]), pool.limit_pages) * size,
         physical_bytes=sum(pages.values()) * size,
         tokens=tokens,
         token_bytes=tokens * records,
-        waste=1 - used_bytes(cache) / (used * size) if used else 0.0,
+        waste=1 - found["bytes"] / (used * size) if used else 0.0,
         pages=pages,
-        rows={
-            "live": live,
-            "parked": parked,
-            "retired": retired,
-            "empty": cache.max_sequences - live - parked - retired,
-        },
+        rows=rows | {"empty": cache.max_sequences - sum(rows.values())},
         pages_created=made,
         page_uses=uses,
         reuse_factor=uses / made if made else 0.0,

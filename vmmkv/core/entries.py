@@ -6,6 +6,7 @@ from . import (
     ahead,
     booking,
     copying,
+    counting,
     growth,
     guests,
     journal,
@@ -39,6 +40,7 @@ ENTRIES = [
     parting.plan_unstage,
     parting.plan_repair,
     copying.copy_rows,
+    counting.count,
     suspending.plan_suspend,
     suspending.plan_resume,
     storing.copy_frames,
@@ -63,7 +65,7 @@ ENTRIES = [
 ]
 MODULES = (
     "tables streams rows frames journal booking reclaim accounts growth starting sharing parting copying suspending "
-    "ahead guests poisoning storing"
+    "ahead guests poisoning storing counting"
 )
 SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")] + [
     f"driver/{name}.py" for name in ("table", "running", "fencing")

@@ -83,6 +83,9 @@ ASK = _record(
 """Numbers beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available, a fence to
 wait for, a row, the new slot of a stream + 1. The caller sets `frugal`, where the driver has no memory for new frames,
 and `current`, the handle of its stream."""
+COUNTS = _record("mapped bytes uses live parked retired")
+"""Pages that are mapped for a cache, and bytes of its live tokens, each byte of memory counted once; pages that live
+sequences use, each as often as it is used; live rows, parked rows, rows that no sequence can adopt as they are."""
 NOTE = _record("kind row owner tokens")
 """A message to a guest about a row: see `vmmkv.core.guests`."""
 

@@ -39,8 +39,8 @@ def part_from(cache: Cache, ticket: int, pages: list[int]) -> None:
 
 
 def check_copying(pool: Pool) -> None:
-    """Raises `BusyError` where the thread is in the middle of `part_from`, or the interpreter ends."""
-    if pool.copying._is_owned() or is_finalizing():
+    """Raises `BusyError` where the thread is in the middle of a change or of `part_from`, or the interpreter ends."""
+    if pool.copying._is_owned() or pool.lock._is_owned() or is_finalizing():
         raise busy()
 
 
