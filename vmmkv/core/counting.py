@@ -1,0 +1,44 @@
+"""Counts of pages, rows and bytes, in one call each, so that no other thread's change falls in the middle."""
+
+import numpy as np
+
+from ..compiled import entry
+from ..compiled.native import view
+from .rows import frame_at
+from .tables import CACHE, COUNTS, EXTENT, FRAME, LISTS, POOL, RANGE, RETIRED, ROW
+
+
+@entry
+def count(cache: int, seen_at: int, counts_at: int) -> int:
+    """Counts what `COUNTS` names. `seen_at` has a number for each frame of the pool's tables, all of them 0. It needs
+    no lock."""
+    c, n = view(cache, 1, CACHE)[0], view(counts_at, 1, COUNTS)[0]
+    p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
+    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, p.capacity, np.int64)
+    extents = view(c.extents_at, c.num_rows * c.ranges, EXTENT)
+    for row in range(c.num_rows):
+        r, is_mapped = rows[row], 0
+        for part in range(c.ranges):
+            e, record = extents[row * c.ranges + part], view(c.ranges_at, c.ranges, RANGE)[part].record
+            begin, end = r.start * record, r.length * record
+            page, size = e.first, p.page_size
+            is_mapped |= e.mapped > e.first
+            while page < min(e.shared, e.mapped):  # a frame may be there twice, or in another row, too
+                frame = frame_at(cache, part, row, page)
+                behind = page + frames[frame].pages
+                if not seen[frame]:
+                    n.mapped += frames[frame].pages
+                    seen[frame] = 1
+                used = min(end, behind * size) - max(begin, page * size)
+                if r.owner and used >= seen[frame]:
+                    n.bytes += used + 1 - seen[frame]
+                    seen[frame] = used + 1
+                page = behind
+            n.mapped += max(e.mapped - page, 0)
+            if r.owner:
+                n.bytes += max(min(end, e.mapped * size) - max(begin, page * size), 0)
+                n.uses += e.use_end - e.use_first
+        n.live += r.owner > 0
+        n.retired += r.owner == 0 and r.list == RETIRED
+        n.parked += r.owner == 0 and r.list != RETIRED and is_mapped
+    return 0
