@@ -19,7 +19,7 @@ OF_LIBRARIES = ("TMonitor",)
 """Classes of threads that a library starts once and never ends: tqdm's monitor of progress bars."""
 IDLE = ("asyncio_",)
 """How names of idle threads begin that end with their executor: transformers' server leaves its event loop open."""
-DRAW_NOTHING = ("vmmkv-mapper", "vmmkv-publisher")
+DRAW_NOTHING = ("vmmkv-publisher",)
 """Names of our own threads, which draw no random numbers."""
 
 

@@ -44,13 +44,6 @@ CHILD = """
 
     def test_ends_soon():
         threading.Timer(0.1, over.set).start()
-
-    def test_garbage():
-        import vmmkv
-        options = {"max_bytes": "4MiB", "device": "cpu", "page_size": 4096, "lookahead": 9}
-        cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 8), 2, 900, **options)
-        cache.circle = cache, cache.sequence(3)
-        assert any(each.name == "vmmkv-mapper" for each in threading.enumerate())
 """
 
 
@@ -66,4 +59,4 @@ def test_what_a_test_leaves_fails_it(tmp_path: Path) -> None:
     assert re.fullmatch(r"socket at \('127.0.0.1', \d+\)", left["server"])
     assert re.fullmatch(r"process \d+ \(.*input\(\)\)", left["process"])
     assert "seeded while other threads run: ['beside']" in output
-    assert re.search(r"^1 failed, 7 passed, .*4 errors", output, re.MULTILINE), output
+    assert re.search(r"^1 failed, 6 passed, .*4 errors", output, re.MULTILINE), output

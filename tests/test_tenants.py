@@ -33,8 +33,6 @@ def is_secret(cache: vmmkv.KVCache, driver: FaultyDriver, sequence: vmmkv.Sequen
     return bool((held == 7).any())
 
 
-
-
 def test_a_growable_tensor_reads_no_tenants_bytes() -> None:
     pool = vmmkv.FramePool("1MiB", device="cpu", page_size=4096)
     cache = vmmkv.KVCache(LAYOUT, 3, 60, pool=pool)
@@ -104,5 +102,3 @@ def bobs(cache: vmmkv.KVCache, ids: np.ndarray) -> vmmkv.Sequence:
         sequence.v(layer)[sequence.cached_tokens :] = 7.0
     sequence.commit(ids)
     return sequence
-
-

@@ -507,11 +507,12 @@ def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path:
     physical = cache.stats().physical_bytes + grown.stats().physical_bytes
     assert sum(segment["total_size"] for segment in ours) == physical
     record = cache.layout.record_bytes[0]
-    assert [block["requested_size"] for block in blocks["KVCache sequence 0"]] == [13 * record] * 3
-    assert [block["requested_size"] for block in blocks["KVCache sequence 1"]] == [25 * record] * 3
+    assert [block["requested_size"] for block in blocks[f"KVCache sequence {whole.number}"]] == [13 * record] * 3
+    assert [block["requested_size"] for block in blocks[f"KVCache sequence {windowed.number}"]] == [25 * record] * 3
     k_address = windowed.k(0).data_ptr()
     assert any(
-        block["address"] <= k_address < block["address"] + block["size"] for block in blocks["KVCache sequence 1"]
+        block["address"] <= k_address < block["address"] + block["size"]
+        for block in blocks[f"KVCache sequence {windowed.number}"]
     )
     assert blocks[f"GrowableTensor [{5 * MIB}] torch.uint8"][0]["address"] == grown.tensor.data_ptr()
     # All of torch's tools take it.
