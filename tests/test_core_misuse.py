@@ -241,8 +241,11 @@ def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
             cache.close()
         except DriverError:
             check_all(pool, *([cache] if cache.address in pool.caches else []))
-            with pytest.raises(UseAfterFreeError):
-                cache.sequence()
+            if call == "synchronize" and skip == 0:  # nothing was closed
+                cache.sequence().free()
+            else:
+                with pytest.raises(UseAfterFreeError):
+                    cache.sequence()
             cache.close()
             pool.trim()
             assert not driver.mapped
