@@ -781,6 +781,8 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
+        if self.pool.unclosed:
+            self.pool.close_again()
         account = self.pool.accounts[self.account]
         used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
         others = self.pool.word("committed") - committed
@@ -830,6 +832,8 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
+        if self.pool.unclosed:
+            self.pool.close_again()
         if self.pool.word("pending"):  # an interruption has left it: the next plan books it
             self.pool.limit_to(self.pool.limit_pages)
         with self.pool.lock:  # guests alone know how often they hold a frame

@@ -170,6 +170,7 @@ class FramePool(Pool):
         """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
         self.check_usable()
         self.take_leased(0)  # of memory pools that are gone
+        self.close_again()
         size, accounts = self.page_size, tuple(self._accounts())
         mapper, taken = self.mapper, sum(lessee.mapped_pages() for lessee in self.leases)
         return FramePoolStats(
@@ -225,6 +226,7 @@ class FramePool(Pool):
         if not self.is_open or self.word("dead"):
             return
         self.take_leased(0)
+        self.close_again()
         if self.accounts["open"].any():
             raise BudgetError(
                 f"{int(self.accounts['open'].sum())} caches, growable tensors or memory pools (with what torch has "

@@ -191,7 +191,7 @@ class Pool:
 
     def close_later(self, unclosed: Any) -> None:
         """Keeps a cache that nothing holds any more, and that could not be closed, and the pool. The pool's next
-        change closes it, or the next pool of the process."""
+        change closes it, or whoever asks how much there is, or the next pool of the process."""
         self.unclosed.append(unclosed)
         _with_unclosed.add(self)
 
