@@ -410,6 +410,21 @@ def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
     assert len(set(done)) > 10
 
 
+def test_poison_is_no_part_of_a_graph() -> None:
+    """A growth during a capture fills nothing, and succeeds, as it does without poison."""
+    device = CapturingDevice(Random())
+    cache = Cache(Pool(device.inner, 90, poison=True), LAYOUT.record_bytes, 6, 200)
+    sequence = cache.sequence(4)
+    queued = device.current.submitted
+    device.captured = {device.current.cuda_stream}
+    sequence.extend(100)
+    assert device.current.submitted == queued
+    device.captured = set()
+    sequence.extend(90)
+    assert device.current.submitted > queued
+    check_all(cache.pool, cache)
+
+
 def test_streams_live_while_sequences_name_them(capturing: tuple[CapturingDevice, Pool, Cache]) -> None:
     """Also one that was known before as the stream that another sequence was freed on."""
     device, pool, cache = capturing

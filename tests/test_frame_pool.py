@@ -195,6 +195,18 @@ def test_all_bytes_of_a_pool_are_counted_once() -> None:
     assert kept[0].length == 30
 
 
+def test_who_is_closed_has_no_account() -> None:
+    """The next one has its number."""
+    pool, _ = make_pool(20)
+    closed = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool), GrowableTensor((9, 4), max_bytes=pool.page_size, pool=pool)
+    for each in closed:
+        each.close()
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    sequence = cache.sequence(30)
+    (account,) = pool.stats().accounts
+    assert (account.name, account.tokens) == ("KVCache 1", sequence.length)
+
+
 def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
     pool, driver = make_pool(20)
     lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
