@@ -35,7 +35,7 @@ class FakeEvent:
 class StreamedDriver(FaultyDriver):
     """A host driver that pretends to have streams: work on them ends when the test says so."""
 
-    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for")
+    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for", "deallocate")
     stream = "main"
 
     def __init__(self) -> None:
@@ -45,6 +45,8 @@ class StreamedDriver(FaultyDriver):
         self.latest: dict[int, FakeEvent] = {}
         """By the driver's event: as it was recorded last."""
         self.by_name: dict[str, FakeStream] = {}
+        self.orders: list[tuple[str, str]] = []
+        """Streams that wait, and for which other."""
 
     def __getitem__(self, name: str) -> FakeStream:
         return self.by_name.setdefault(name, FakeStream(name, 100 + len(self.by_name)))
@@ -52,44 +54,33 @@ class StreamedDriver(FaultyDriver):
     def current_stream(self) -> FakeStream:
         return self[self.stream]
 
+    def current_handle(self) -> int:
+        return self.current_stream().cuda_stream
+
     def _c_make_event(self, out: int, flags: int) -> None:
         ctypes.c_int64.from_address(out).value = len(self.latest) + 1
         self.latest[len(self.latest) + 1] = FakeEvent("")
 
     def _c_record(self, event: int, handle: int) -> None:
-        name = next(stream.name for stream in self.by_name.values() if stream.cuda_stream == handle)
+        name = self._name(handle)
         self.latest[event] = FakeEvent(name)
         self.events.append((name, self.latest[event]))
 
     def _c_query(self, event: int) -> int:
         return 0 if self.latest[event].done else NOT_READY
 
-    def _c_wait(self, handle: int, event: int, flags: int) -> None: ...
+    def _c_wait(self, handle: int, event: int, flags: int) -> None:
+        self.orders.append((self._name(handle), self.latest[event].stream))
 
     def _c_wait_for(self, event: int) -> None:
         self.latest[event].done = self.latest[event].waited = True
 
+    def _name(self, handle: int) -> str:
+        return next(stream.name for stream in self.by_name.values() if stream.cuda_stream == handle)
+
     def finish(self) -> None:
         for _, event in self.events:
             event.done = True
-
-
-class ReadDriver(StreamedDriver):
-    """Work that the test names reads rows to their ends: nothing may be unmapped before it has finished."""
-
-    readers: tuple[str, ...] = ()
-    events_before = 0
-
-    def read(self, *streams: str) -> None:
-        self.readers, self.events_before = streams, len(self.events)
-
-    def synchronize(self) -> None:
-        self.readers = ()
-
-    def _before_unmap(self, address: int, nbytes: int) -> None:
-        finished = {stream for stream, event in self.events[self.events_before :] if event.done}
-        assert finished.issuperset(self.readers), "unmapped under a reader"
-        super()._before_unmap(address, nbytes)
 
 
 @pytest.fixture
@@ -132,17 +123,18 @@ def test_work_on_the_fences_own_stream_is_in_order(driver) -> None:
     assert not fence.passed_for(driver["b"])
 
 
-def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> None:
+def test_the_same_stream_adopts_at_once_another_behind_the_last_work(driver, make_cache) -> None:
     cache = make_cache(driver=driver)
+    driver.stream = "side"
     with cache.sequence(50) as sequence:
         row = sequence.row
-    again = cache.sequence(50)
-    assert again.row == row
-    again.free()
-    driver.stream = "other"
-    assert cache.sequence(50).row != row
-    driver.finish()
+    sequence = cache.sequence(50)
+    assert sequence.row == row
+    assert not driver.orders
+    driver.stream = "main"
+    del sequence  # it ends on its own stream, too
     assert cache.sequence(50).row == row
+    assert driver.orders == [("main", "side")]
 
 
 @pytest.mark.usefixtures("undebugged")
@@ -153,35 +145,11 @@ def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, ma
     driver.finish()
     busy.free()
     driver.stream = "other"
-    kept = [cache.sequence(50)]  # adopts the idle row
+    kept = [cache.sequence(50, row=2)]
     assert not any(event.waited for _, event in driver.events)
-    kept.append(cache.sequence(50))
-    assert [event.waited for stream, event in driver.events] == [False, True]
+    kept.append(cache.sequence(50, row=3))
+    assert [event.waited for _, event in driver.events] == [False, True]
     cache.check()
-
-
-@pytest.mark.usefixtures("undebugged")
-def test_available_pages_can_be_had_without_waiting(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, pages=20)
-    long, short = (cache.layout.pages(tokens, cache.page_size) for tokens in (80, 5))
-    cache.sequence(80).free()
-    live = [cache.sequence(5)]  # adopts all of its pages, which may still be read
-    assert cache.available_pages == 20 - long
-    live.append(cache.sequence(5 * (20 - long)))  # a page for each five tokens
-    assert not any(event.waited for _, event in driver.events)
-    driver.finish()
-    assert cache.available_pages == long - short
-    live.append(cache.sequence(5 * (long - short)))
-    assert not any(event.waited for _, event in driver.events)
-
-
-def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    driver.stream = "side"
-    row = cache.sequence(50).row
-    driver.stream = "main"
-    assert cache.sequence(50).row != row
-    assert "side" in {stream for stream, _ in driver.events}
 
 
 @pytest.mark.usefixtures("undebugged")
@@ -191,16 +159,18 @@ def test_one_fence_serves_a_batch(driver, make_cache) -> None:
     assert len(driver.events) == 1
 
 
-def test_a_sliding_window_uses_only_pages_whose_fence_has_passed(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, max_seq_len=1000, pages=40)
+@pytest.mark.usefixtures("undebugged")
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_sliding_window_has_its_pages_again_behind_their_fence(driver, make_cache, finished: bool) -> None:
+    cache = make_cache(driver=driver, max_seq_len=1000, pages=12)
     sequence = cache.sequence(32)
     sequence.release_before(32)
     sequence.extend(32)
-    assert cache.stats().pages_created == 12
-    driver.finish()
+    if finished:
+        driver.finish()
     sequence.extend(32)
     assert cache.stats().pages_created == 12
-    assert not any(event.waited for _, event in driver.events)
+    assert [event.waited for _, event in driver.events] == [not finished]
 
 
 class Stubborn(StreamedDriver):
@@ -208,7 +178,7 @@ class Stubborn(StreamedDriver):
 
     reason: tuple[type[Exception], ...] = ()
 
-    def synchronize(self) -> None:
+    def _c_deallocate(self, address: int) -> None:
         for kind in self.reason:
             raise kind("cuMemFree", "CUDA_ERROR")
 
@@ -225,6 +195,7 @@ def test_what_cannot_be_waited_for_is_not_unmapped(make_cache, device: str, reas
     with pytest.raises(reason):
         cache.close()
     assert (sequence.k(0) == 3).all()
+    cache.sequence(5).free()
     cache.check()
     mapped = driver.mapped.copy()
     del cache, sequence
@@ -460,7 +431,7 @@ def test_another_context_may_be_current(gpu_cache, device: str) -> None:
     status, context = cu.cuCtxCreate(None, 0, gpu)
     assert status == cu.CUresult.CUDA_SUCCESS
     try:
-        driver = cache._driver
+        driver = cache.pool.driver
         fence = Fence.after(driver, [driver.current_stream()])
         assert cu.cuCtxGetCurrent()[1].getPtr() != 0
         handle, address = driver.create(), driver.reserve(driver.page_size)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import html
 import os
 import threading
+import warnings
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from sys import is_finalizing
 from typing import Any, NoReturn, Self
 from weakref import proxy
 
@@ -42,12 +45,12 @@ from .core.prewarming import prewarm
 from .core.reordering import reorder
 from .driver.driver import Driver, fork_error, open_driver
 from .driver.fence import Fence
-from .errors import ArgumentError, BusyError, OutOfRowsError, UnsupportedError, VmmkvError
+from .errors import ArgumentError, BusyError, LeakWarning, OutOfRowsError, UnsupportedError, VmmkvError
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
-from .pool import FramePool, check_pool_alone
+from .pool import FramePool, check_pool_alone, holders
 from .prefix.names import tenant_key
 from .prefix.prefixes import Prefixes
 from .prefix.retention import Retention
@@ -178,6 +181,9 @@ class KVCache(Cache):
             scrub=scrub,
         )
         self.is_open = True
+        self.origins: dict[int, str] = {}
+        """With debugging: where the last sequence of each row was started."""
+        self._tells_leaks = pool.is_debugged
         self.account_name = pool.name(self)
         self.host_tier = HostTier(proxy(self), _host_bytes(host_bytes), host_priority) if host_bytes else None
         self._export()
@@ -374,7 +380,7 @@ class KVCache(Cache):
     def _begun(self, sequence: Any) -> Sequence:
         """Notes where a sequence was started, with debugging."""
         if self.pool.is_debugged:
-            sequence.origin = debugging.caller()
+            self.origins[sequence.row] = debugging.caller()
         if self.scales:
             try:
                 self.scales.reset(sequence.row)
@@ -746,23 +752,52 @@ class KVCache(Cache):
         """
         if not self.is_open or self.pool.word("dead"):
             return
+        held = self.held() if self._tells_leaks else []
         super().close()
         if self.prefixes:
             self.prefixes.close()
         if self.event_log is not None:
             self.event_log.close()
         self.is_open = False
+        self.pool.holders.pop(self.account_name, None)
         self._drop_views()
         if self.owns_pool:
             self.pool.end()
+        if held:
+            warnings.warn("\n".join(["a KVCache was closed with live sequences:", *held]), LeakWarning, stacklevel=2)
 
     def _drop_views(self) -> None:
         """Drops the tensors over the ranges: users may have views of them."""
         self._views, self._scales, self._ranges = [], [], []
 
-    def __del__(self) -> None:
-        self._drop_views()
-        super().__del__()
+    def held(self) -> list[str]:
+        """What live sequences hold, a line for each, and with debugging where each was started."""
+        if self.dead:
+            self.sweep()
+        lines, used = [], (self.extents["use_end"] - self.extents["use_first"]).reshape(self.max_sequences, -1).sum(1)
+        for row in np.flatnonzero(self.owners[: self.max_sequences]).tolist():
+            where = f"{self.lengths[row] - self.starts[row]} tokens, {used[row]} pages"
+            if self.rows["suspended"][row]:
+                where = f"suspended, {self.aways[row] - self.away_starts[row]} tokens on the host"
+            origin = self.origins.get(row, "an unknown place")
+            lines.append(f"sequence {self.owners[row]}: {where}, started at {origin}")
+        return lines
+
+    def tell_unclosed(self) -> None:
+        """With debugging: tells what lives where nobody has closed the cache, but not in a forked child."""
+        tells, self._tells_leaks = self._tells_leaks and self.is_open and not self.pool.word("dead"), False
+        if tells and (held := self.held()):
+            place = self.pool.origins[self.account_name]
+            made = f"a KVCache, made at {place}, was never closed, and has live sequences:"
+            warnings.warn("\n".join([made, *held]), LeakWarning, stacklevel=1)
+
+    def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
+        try:
+            if not ends() and "account_name" in vars(self):  # or it was not made whole
+                self.tell_unclosed()
+        finally:
+            self._drop_views()
+            super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
         """Takes events of the cached prefixes from `event_log`, the oldest first. The log is also an asynchronous
@@ -792,6 +827,8 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
+        if self.pool.unclosed:
+            self.pool.close_again()
         account = self.pool.accounts[self.account]
         used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
         others = self.pool.word("committed") - committed
@@ -840,6 +877,8 @@ class KVCache(Cache):
         self.check_usable()
         if self.dead:
             self.sweep()
+        if self.pool.unclosed:
+            self.pool.close_again()
         if self.pool.word("pending"):  # an interruption has left it: the next plan books it
             self.pool.limit_to(self.pool.limit_pages)
         with self.pool.lock:  # guests alone know how often they hold a frame
@@ -878,6 +917,13 @@ class KVCache(Cache):
             return picture.draw_cache(self, self.stats())
         except VmmkvError:
             return html.escape(repr(self))
+
+
+@atexit.register
+def _tell_unclosed() -> None:
+    for holder in holders():
+        if isinstance(holder, KVCache):
+            holder.tell_unclosed()
 
 
 def check_log(log: object) -> None:

@@ -1,4 +1,4 @@
-"""Debugging with `VMMKV_DEBUG=1`: whether it is on, and who took what."""
+"""Debugging with `VMMKV_DEBUG=1`: whether it is on, and who made what."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_on() -> bool:
 
 def caller() -> str:
     """Where the user's code is that called us: the innermost places first. Equal places are one string."""
-    return sys.intern(" < ".join(islice(_places(), FRAMES)) or "the mapper")
+    return sys.intern(" < ".join(islice(_places(), FRAMES)) or "an unknown place")
 
 
 def _places() -> Iterator[str]:

@@ -189,5 +189,4 @@ class KeptLayersWarning(UserWarning):
 
 
 class LeakWarning(UserWarning):
-    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences, or never; the message says who started these, and
-    who took their pages."""
+    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences, or never; the message says who started these."""

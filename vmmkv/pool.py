@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
@@ -33,6 +34,9 @@ class Holder(Protocol):
 
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
+
+    def held(self) -> list[str]:
+        """What users hold of it, a line for each."""
 
 
 class FramePool(Pool):
@@ -89,6 +93,8 @@ class FramePool(Pool):
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.holders: weakref.WeakValueDictionary[str, Holder] = weakref.WeakValueDictionary()
         """By name: those who lie on it."""
+        self.origins: dict[str, str] = {}
+        """With debugging, by name: where each was made."""
         self._kinds: dict[str, itertools.count[int]] = {}
         _pools[self.number] = self
 
@@ -97,6 +103,8 @@ class FramePool(Pool):
         kind = type(holder).__name__
         name = f"{kind} {next(self._kinds.setdefault(kind, itertools.count()))}"
         self.holders[name] = holder
+        if self.is_debugged:
+            self.origins[name] = debugging.caller()
         return name
 
     @property
@@ -170,6 +178,7 @@ class FramePool(Pool):
         """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
         self.check_usable()
         self.take_leased(0)  # of memory pools that are gone
+        self.close_again()
         size, accounts = self.page_size, tuple(self._accounts())
         mapper, taken = self.mapper, sum(lessee.mapped_pages() for lessee in self.leases)
         return FramePoolStats(
@@ -225,12 +234,20 @@ class FramePool(Pool):
         if not self.is_open or self.word("dead"):
             return
         self.take_leased(0)
+        self.close_again()
         if self.accounts["open"].any():
             raise BudgetError(
                 f"{int(self.accounts['open'].sum())} caches, growable tensors or memory pools (with what torch has "
-                "made there) lie on this pool; close them first"
+                f"made there) lie on this pool; close them first{''.join(self._held())}"
             )
         self.end()
+
+    def _held(self) -> Iterator[str]:
+        """With debugging: what each holder has, in lines."""
+        for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
+            if name in self.origins:
+                yield f"\n{self.accounts['used'][holder.account]} pages of what was made at {self.origins[name]}"
+                yield from (f"\n  {line}" for line in holder.held())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a FramePool owns its memory and cannot be copied or pickled; make another one")

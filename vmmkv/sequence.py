@@ -43,18 +43,16 @@ class Sequence(core.Sequence):
     what needs its tokens or its row.
     """
 
-    __slots__ = ("cached_tokens", "origin")
+    __slots__ = ("cached_tokens",)
 
     cache: KVCache
     """The cache that it belongs to."""
     cached_tokens: int
     """Tokens whose K and V were cached when it began."""
-    origin: str
-    """With debugging: where it was started."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
-        self.cached_tokens, self.origin = 0, ""
+        self.cached_tokens = 0
 
     @property
     def number(self) -> int:

@@ -429,19 +429,20 @@ class Cache:
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back, behind all work on the device. Addresses stay reserved while
-        there are views of them. Where a call fails, or is interrupted, no sequence can be started any more, and the
-        cache can be closed again.
+        there are views of them.
 
         Raises:
-            StreamCaptureError, DriverError: some memory is there still.
+            StreamCaptureError, DriverError: the device could not be waited for, and nothing was closed; or a later call
+                has failed, some memory is there still, and no sequence can be started any more. The cache can be closed
+                again.
             BusyError: the thread is in the middle of another change.
         """
         unsharing.check_copying(self.pool)
         with self.pool.copying:
             if self.is_closed:
                 return
-            self.state[0]["closed"] = 1
             wait_for_device(self.pool.driver)
+            self.state[0]["closed"] = 1
             self.pool.unstage()
         rows = np.flatnonzero(self.owners[: self.max_sequences])
         tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
@@ -471,11 +472,11 @@ class Cache:
             self.end()
 
     def end(self, ends: Callable[[], bool] = is_finalizing) -> None:
-        """Closes the cache; where that is not possible now, the pool's next change does. When the interpreter ends,
-        memory goes with the process."""
+        """Closes the cache; where that is not possible now, the pool does later. When the interpreter ends, memory goes
+        with the process."""
         if ends() or "account" not in vars(self):  # or it was not made whole
             return
         try:
             self.close()
         except VmmkvError:
-            self.pool.unclosed.append(self)
+            self.pool.close_later(self)

@@ -322,9 +322,31 @@ def begin_at(cache: int, row: int, start: int, ask: int) -> int:
 
 
 @inner
+def are_captured(cache: int, tickets_at: int, count: int, ask: int) -> int:
+    """Whether a graph is being captured on the own stream of one of these sequences, or on the caller's."""
+    tickets = view(tickets_at, count, np.int64)
+    for index in range(count):
+        if is_captured(cache, tickets[index] & ROW_MASK, ask):
+            return 1
+    return 0
+
+
+@inner
 def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
     """Plans to map the pages that rows lack for their targets, and to make copies to the first (see `plan_resume`). The
     journal is open; a refusal closes it."""
+    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    poison = p.poison
+    if poison and are_captured(cache, tickets_at, count, ask):
+        p.poison = 0  # what is only for debugging is no part of a graph
+    code = plan_pages_of(cache, tickets_at, count, copies_at, copies, ask)
+    p.poison = poison
+    return code
+
+
+@inner
+def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
+    """Does what `plan_targets` does."""
     c = view(cache, 1, CACHE)[0]
     pool, asked = c.pool, view(ask, 1, ASK)[0]
     rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
@@ -348,11 +370,9 @@ def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies
             larges = map_row(cache, row, larges)
     if copies:
         plan_copies(cache, tickets[0] & ROW_MASK, copies_at, copies)
-    if view(pool, 1, POOL)[0].fills:
-        for index in range(count):
-            if is_captured(cache, tickets[index] & ROW_MASK, ask):
-                unuse_targets(cache, tickets_at, count)
-                return refuse(pool, CAPTURED, ask)
+    if view(pool, 1, POOL)[0].fills and are_captured(cache, tickets_at, count, ask):
+        unuse_targets(cache, tickets_at, count)
+        return refuse(pool, CAPTURED, ask)
     serial = close(pool)
     for index in range(count):
         row = tickets[index] & ROW_MASK

@@ -114,7 +114,7 @@ class Pool:
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """Caches that were opened on the pool, also closed ones."""
         self.unclosed: deque[Any] = deque()
-        """Caches that nothing holds, and that could not be closed."""
+        """Caches that nothing else holds, and that could not be closed: see `close_later`."""
         self.most = max(driver.memory_info()[1] // driver.page_size, pages)
         """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
         capacity = 2 * self.most + 64
@@ -142,6 +142,8 @@ class Pool:
         self.current_handle = driver.current_handle
         self.is_open = True
         _pools.add(self)
+        for pool in list(_with_unclosed):
+            pool.close_again()
 
     # ------------------------------------------------------------------ changes
 
@@ -160,7 +162,7 @@ class Pool:
         if lock._is_owned() or is_finalizing():
             raise busy()
         if self.unclosed:
-            self._close_again()
+            self.close_again()
         ask.words[CURRENT] = self.current_handle()
         while True:
             with lock:
@@ -187,12 +189,20 @@ class Pool:
             raise self.error(code, ask)
         return code
 
-    def _close_again(self) -> None:
+    def close_later(self, unclosed: Any) -> None:
+        """Keeps a cache that nothing holds any more, and that could not be closed, and the pool. The pool's next
+        change closes it, or whoever asks how much there is, or the next pool of the process."""
+        self.unclosed.append(unclosed)
+        _with_unclosed.add(self)
+
+    def close_again(self) -> None:
         """Closes caches that could not be closed when they were collected."""
         left = [*self.unclosed]
         self.unclosed.clear()
         for each in left:
             each.end()
+        if not self.unclosed:
+            _with_unclosed.discard(self)
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
@@ -433,7 +443,10 @@ def _leave_to_parent() -> None:
         if pool.mapper is not None:
             pool.mapper.leave()
             pool.mapper = None
+    _with_unclosed.clear()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_with_unclosed: set[Pool] = set()
+"""Pools with caches that could not be closed. Nothing else may hold them."""
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -343,7 +343,7 @@ class Prefixes:
         if ends() or "evictor" not in vars(self):
             return
         if self.pool.lock._is_owned():
-            self.pool.unclosed.append(self)
+            self.pool.close_later(self)
         else:
             self.close()
 

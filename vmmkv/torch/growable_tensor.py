@@ -220,6 +220,10 @@ class GrowableTensor:
         """Pages that are mapped for it."""
         return int(self._cache.extents[0]["mapped"] - self._cache.extents[0]["first"])
 
+    def held(self) -> list[str]:
+        """Its rows."""
+        return [f"{len(self)} rows"]
+
     # ------------------------------------------------------------------ use, and its end
 
     def close(self) -> None:
@@ -240,6 +244,7 @@ class GrowableTensor:
                 self._cache.close()
             finally:
                 self._whole = self._export() if self._cache.owners[0] else None
+        self.pool.holders.pop(self.account_name, None)
         if self.owns_pool:
             self.pool.end()
 
