@@ -228,16 +228,14 @@ def test_large_frames_and_what_is_mapped_ahead_are_drawn_so(
     make_cache: Callable[..., vmmkv.KVCache], device: str
 ) -> None:
     cache = make_observed(make_cache, device, **LARGE_FRAMES)
-    begun = random.randint(1, 40)  # less than half of a large frame
+    begun = random.randint(1, 40)  # on one large frame
     sequence = cache.sequence(begun, expected_tokens=200)
     map_ahead(cache)
-    mapped = cache.layout.pages(200, cache.page_size)
-    used = cache.layout.pages(begun, cache.page_size)
     (line,) = squares(cache._repr_html_(), "row")
-    assert [each.owner for each in line] == [sequence.number] * used + [vmmkv.LOOKAHEAD_PAGE] * (mapped - used)
-    assert sum(each.is_joined for each in line) == (mapped - used) // 16 * 15
-    assert f"{(mapped - used) // 16} large frame" in cache._repr_html_()
-    assert f"{mapped - used} lookahead" in cache._repr_html_()
+    assert [each.owner for each in line] == [sequence.number] * 16 + [vmmkv.LOOKAHEAD_PAGE] * (len(line) - 16)
+    assert sum(each.is_joined for each in line) == len(line) // 16 * 15
+    for what in ("2 large frames", f"{len(line) - 16} lookahead"):
+        assert what in cache._repr_html_()
 
 
 def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:

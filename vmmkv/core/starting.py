@@ -379,8 +379,10 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
     mapped until they are reclaimed. Returns `DONE`, `GONE`, `SUSPENDED`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
     c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
-    if row < 0 or view(c.pool, 1, POOL)[0].dead:
-        return row if row < 0 else DEAD
+    if view(c.pool, 1, POOL)[0].dead:
+        return DEAD
+    if row < 0:
+        return row
     r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
     if r.suspended:
         return SUSPENDED
