@@ -7,7 +7,6 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from conftest import on_driver, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
