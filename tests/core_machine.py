@@ -122,7 +122,6 @@ class Machine:
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         self.random, self.faults = random, faults
         self.device = SimulatedDevice(random)
-        self.device.changes_access = True
         self.device.inner.memory_info = lambda: (1 << 20, 1 << 20)  # type: ignore[method-assign]
         self.pool = Pool(self.device.inner, random.choice([12, 40, 90]), poison=random.random() < 0.2)
         self.pool.mapper = NoMapper()

@@ -57,7 +57,6 @@ class FaultyDriver:
         failures: calls that were made to fail so far.
         unmaps_anything: whether to unmap what is not mapped is all right, as a driver has it. Nobody has reason to but
             after an interruption.
-        changes_access: whether what is mapped may become writable, or read-only, in place; see `Sharing`.
         changes: pages that were mapped, and ranges that were unmapped, so far.
     """
 
@@ -75,7 +74,7 @@ class FaultyDriver:
         self.accessible: set[int] = set()
         self.writable: set[int] = set()
         self.failures = 0
-        self.unmaps_anything = self.changes_access = False
+        self.unmaps_anything = False
         self.changes = 0
         self.ranges: dict[int, int] = {}
         self._faults: list[Fault] = []
@@ -238,8 +237,6 @@ class FaultyDriver:
     def _before_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         pages = set(self._pages(address, nbytes))
         assert pages <= self.mapped.keys(), "set access where nothing is mapped"
-        before = {page in self.writable for page in pages & self.accessible}
-        assert before <= {writable} or self.changes_access, "changed access where it is mapped"
 
     def _after_set_access(self, _: None, address: int, nbytes: int, writable: bool = True) -> None:
         pages = self._pages(address, nbytes)

@@ -31,7 +31,6 @@ SIZES = {3: 1, 0: 1, 7: 1, 8: 4, 12: 4}
 def life(random: Random) -> list[object]:
     """What many calls come to, with some of them failing."""
     driver, meter = FaultyDriver(small_driver("cpu")), Meter()
-    driver.changes_access = True
     calls, size = Calls(driver, meter), driver.page_size  # type: ignore[arg-type]
     address, handles = driver.reserve(16 * size), np.full(16, VACANT)
     seen: list[object] = []

@@ -34,7 +34,6 @@ class Stage:
     def __init__(self, seed: int) -> None:
         random = self.random = Random(seed)
         self.device = Device(random)
-        self.device.changes_access = True
         self.pool = Pool(self.device.inner, 80)
         self.cache = new_cache(self.pool, rows=7, large=seed % 2 == 0, overread=seed % 3)
         self.other = new_cache(self.pool, rows=3, scrub=True)

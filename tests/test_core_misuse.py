@@ -230,7 +230,6 @@ def test_a_cache_that_is_closed() -> None:
 @pytest.mark.parametrize("call", ["unmap", "free", "synchronize"])
 def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
     driver = FaultyDriver(small_driver("cpu"))
-    driver.changes_access = True
     pool = new_pool(90, driver.inner)
     cache = new_cache(pool, reserved=7)
     for skip in range(30):
@@ -318,7 +317,6 @@ class CapturingDevice(SimulatedDevice):
     def __init__(self, random: Random) -> None:
         self.captured: set[int] = set()
         super().__init__(random)
-        self.changes_access = True
 
     def memory_info(self) -> tuple[int, int]:
         return 1 << 20, 1 << 20

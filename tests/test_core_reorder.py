@@ -110,7 +110,6 @@ def bare_cache(pages: int = 40, **options: Any) -> tuple[Cache, SimulatedDevice]
     from vmmkv.core.pool import Pool
 
     device = SimulatedDevice(Random())
-    device.changes_access = True
     layout = vmmkv.KVLayout(3, 2, 16, torch.float32)
     return Cache(Pool(device.inner, pages), layout.record_bytes, 4, 100, **{"large": False, **options}), device
 

@@ -26,7 +26,6 @@ RECORD = 1024
 
 def opened(pages: int, **options: Any) -> tuple[Cache, FaultyDriver]:
     driver = FaultyDriver(small_driver("cpu"))
-    driver.changes_access = True
     return Cache(Pool(driver.inner, pages), LAYOUT.record_bytes, 5, 10_000, **{"large": False, **options}), driver
 
 

@@ -42,7 +42,7 @@ class Device:
 
     def __init__(self, pages: int) -> None:
         self.driver = FaultyDriver(small_driver("cpu"))
-        self.driver.unmaps_anything = self.driver.changes_access = True
+        self.driver.unmaps_anything = True
         self.c_driver = CDriver(driver=self.driver)
         self.pool = FramePool.on(self.driver.inner, pages * PAGE)
         self.functions = Functions(self.c_driver, 0)

@@ -29,7 +29,6 @@ def make(
 ) -> tuple[KVCache, FaultyDriver]:
     """A cache, on a pool of so many pages if none is given."""
     driver = driver or FaultyDriver(small_driver("cpu"))
-    driver.changes_access = True
     pool = pool or FramePool.on(driver.inner, pages * driver.page_size)
     return KVCache(LAYOUT, 40, 100 * TOKENS, pool=pool, **{"lookahead": 0} | options), driver
 
