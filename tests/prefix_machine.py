@@ -363,6 +363,8 @@ class PrefixMachine(Machine):
             token = self.random.randint(model.start, len(model.tokens))
             model.sequence.cache.part(model.sequence.ticket, token)
             Machine.write(self, model, token)
+            if isinstance(model, Known):
+                model.committed = min(model.committed, token)
 
     def do_pin(self, index: int) -> None:
         """Pins nodes for a time."""

@@ -532,8 +532,6 @@ class KVCache(Cache):
                 raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
         for sequence in batch:
             self.part(sequence.ticket, start)
-            if self.prefixes:
-                self.prefixes.forget(sequence, start)
 
     def extend(  # type: ignore[override]
         self,
