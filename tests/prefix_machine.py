@@ -361,10 +361,10 @@ class PrefixMachine(Machine):
     def do_unshare(self, index: int) -> None:
         if model := self.pick(index):
             token = self.random.randint(model.start, len(model.tokens))
+            if isinstance(model, Known):  # also where it fails
+                model.committed = min(model.committed, token)
             model.sequence.cache.part(model.sequence.ticket, token)
             Machine.write(self, model, token)
-            if isinstance(model, Known):
-                model.committed = min(model.committed, token)
 
     def do_pin(self, index: int) -> None:
         """Pins nodes for a time."""

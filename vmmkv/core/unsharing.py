@@ -49,8 +49,8 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
     pool, ask, before = cache.pool, Ask(), _shared_end(cache, ticket, part)
     try:
         code = pool.change(ask, entries.plan_part, cache.address, ticket, part, page)
-    except OutOfPagesError:  # unless parked rows alone have the frame, too
-        if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE:
+    except OutOfPagesError:  # unless parked rows, or guests, alone have the frame, too
+        if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE and not pool.ask_guests(1):
             raise
         return True
     if code in (GONE, SUSPENDED):
