@@ -522,8 +522,8 @@ class KVCache(Cache):
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies, and perhaps no longer as
-                committed ones.
+                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies, and some no longer
+                as committed ones.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """

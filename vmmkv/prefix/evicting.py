@@ -39,20 +39,19 @@ def is_used(tree: int, slot: int, end: int) -> int:
 @inner
 def is_in_use(tree: int, node: int) -> int:
     """Whether live rows, or the journal, use a frame of a node: to drop it would give nothing. Not, where no row uses
-    a frame in front: rows that use the node have released their fronts, and it keeps that frame from being dropped."""
+    another frame of the node or in front, which it keeps from being dropped: rows have released their fronts, say."""
     t, used = view(tree, 1, TREE)[0], 0
     nodes = view(t.nodes_at, t.nodes, NODE)
-    slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
+    slots, each = view(t.slots_at + 8 * node * t.width, t.width, np.int64), node
     for index in range(t.width):
         if slots[index]:
             used |= is_used(tree, slots[index], nodes[node].end)
-    above = nodes[node].parent
-    while used and nodes[above].parent:
-        slots = view(t.slots_at + 8 * above * t.width, t.width, np.int64)
+    while used and nodes[each].parent:
+        slots = view(t.slots_at + 8 * each * t.width, t.width, np.int64)
         for index in range(t.width):
             if slots[index] and users_of(tree, slots[index]) == 0:
                 used = 0
-        above = nodes[above].parent
+        each = nodes[each].parent
     return used
 
 
@@ -85,9 +84,19 @@ def drop_frames(tree: int, node: int) -> int:
 
 
 @inner
+def key_of(tree: int, node: int) -> int:
+    """The key of a node."""
+    t = view(tree, 1, TREE)[0]
+    nodes = view(t.nodes_at, t.nodes, NODE)
+    while nodes[node].parent:
+        node = nodes[node].parent
+    return int(nodes[node].first)
+
+
+@inner
 def drop_doubles(tree: int, row: int) -> int:
-    """Holds a live row's own frames instead of those that no live row uses, of the tokens that it has committed: its
-    sequence, or another, had computed the same tokens. Returns the pages that are free then, or can be reclaimed."""
+    """Drops frames that no live row uses, of tokens that a live row has committed, too, and holds the row's own frames
+    instead, where these tokens fill them. Returns the pages that are free then, or can be reclaimed."""
     t = view(tree, 1, TREE)[0]
     c, nodes = view(t.cache, 1, CACHE)[0], view(t.nodes_at, t.nodes, NODE)
     h = view(t.holders_at, t.num_rows, HOLDER)[row]
@@ -98,29 +107,30 @@ def drop_doubles(tree: int, row: int) -> int:
     tokens = nodes[node].end
     if tokens == 0 or tokens_of(tree, row) < tokens:
         return 0
-    count, gained = list_path(tree, node, 0, 1), 0
+    count, gained, is_bare = list_path(tree, node, 0, 1), 0, 0
     path = view(t.path_at, t.path, np.int64)
     for which in range(count):
-        n = nodes[path[which]]
-        slots = view(t.slots_at + 8 * path[which] * t.width, t.width, np.int64)
+        n, node = nodes[path[which]], path[which]
+        others = n.known_below - is_bare  # nodes below that need what is in front of them
+        slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
         for part in range(t.ranges if n.full else 0):
             g = view(t.parts_at, t.ranges, PART)[part]
             e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
             first, end = n.begin * g.record // t.page_size, n.end * g.record // t.page_size
-            known = tokens * g.record // t.page_size
             for page in range(first, end):
                 index, group = g.single + page - first, page // t.large
-                has_frame = page >= e.head_end or (group + 1) * t.large <= known
-                if slots[index] and has_frame and users_of(tree, slots[index]) == 0:
-                    gained += drop_slot(tree, path[which], index)
+                has_frame = page >= e.head_end or (group + 1) * t.large * t.page_size <= tokens * g.record
+                if slots[index] and (has_frame or others == 0) and users_of(tree, slots[index]) == 0:
+                    gained += drop_slot(tree, node, index)
                 index = g.large + group - first // t.large
                 if page % t.large == t.large - 1 and slots[index] and users_of(tree, slots[index]) == 0:
-                    gained += drop_slot(tree, path[which], index)
+                    gained += drop_slot(tree, node, index)
+        is_bare = 1 if n.known and n.full == 0 and others == 0 else 0
     if gained:
-        root = node
-        while nodes[root].parent:
-            root = nodes[root].parent
-        hold_path(tree, row, list_path(tree, node, 0, 1), tokens, nodes[root].first)
+        node = path[0]
+        hold_path(tree, row, list_path(tree, node, 0, 1), tokens, key_of(tree, node))
+        for which in range(count):
+            untell(tree, path[which])
     return gained
 
 
