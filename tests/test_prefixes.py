@@ -43,6 +43,7 @@ class World:
     ) -> None:
         self.random = random
         self.driver = driver or FaultyDriver(small_driver("cpu"))
+        self.driver.changes_access = True  # a row that alone has a shared page becomes able to write to it
         self.cache = on_driver(
             self.driver, vmmkv.KVCache, layout, rows, max_seq_len, max_bytes=pages * self.driver.page_size, **options
         )
@@ -162,7 +163,8 @@ def prompt(world: World, vocabulary: int = 2) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}, {"overread": 5}], ids=str)
 @pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
 def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, Any], pages: int) -> None:
-    """Everybody reads what is theirs; with memory for all, and one range, everything known is found."""
+    """Everybody reads what is theirs; with memory for all, and one range of single pages, everything known is found.
+    (What is known of a large frame that is not full goes with its row.)"""
     seed = Random().randrange(1 << 32)
     print(f"{seed=}")
     random = Random(seed)
@@ -178,7 +180,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 most = world.most(key, ids) if reuse else 0
                 sequence = world.start(ids, key, reuse, whole=random.random() < 0.6)
                 assert reuse or not sequence.cached_tokens
-                if pages > 1000 and layout is LAYOUT:
+                if pages > 1000 and layout is LAYOUT and options.get("large_frames") is False:
                     assert sequence.cached_tokens >= most
                 if reuse and random.random() < 0.8:
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
@@ -340,27 +342,6 @@ def test_pages_that_live_sequences_have_too_are_foretold(large_frames: bool) -> 
         taken = world.cache.stats().pages["used"] - before
         assert large_frames or taken == -(-len(ids) * record // page_bytes) - shared
         assert (shared > 0) == (taken * page_bytes < len(ids) * record)
-    world.check()
-
-
-def test_a_prefix_that_ends_within_a_large_frame_is_there_once() -> None:
-    """Who finds it first has a copy of what lies in the last of them, and who comes after shares that."""
-    world = make(900, rows=9, max_seq_len=600)
-    prefix = [1] * world.random.randrange(17 * 8, 31 * 8)  # beyond a large frame, and a page at least of the next one
-    world.commit(first := world.start(prefix + [2] * 256))
-
-    def pages_of(ids: list[int]) -> int:
-        before = world.cache.stats().pages["used"]
-        world.commit(world.start(ids))
-        return world.cache.stats().pages["used"] - before
-
-    prompts = [prefix + [number] * world.random.randrange(1, 40) for number in range(3, 9)]
-    shared = len(prefix) // 8
-    alone = [-(-len(ids) // 8) - shared for ids in prompts]
-    assert pages_of(prompts[0]) == alone[0] + shared - 16
-    assert [pages_of(ids) for ids in prompts[1:4]] == alone[1:4]
-    world.free(first)
-    assert [pages_of(ids) for ids in prompts[4:]] == alone[4:]
     world.check()
 
 
@@ -684,9 +665,9 @@ def test_who_asks_for_a_row_that_was_kept_has_it() -> None:
     assert again.cached_tokens >= world.whole(45)
 
 
-@pytest.mark.parametrize("ids", [[1] * 32, [1] * 29 + [2] * 3], ids=["all is known", "some is known"])
-def test_what_there_is_no_room_to_copy_is_computed_anew(ids: list[int]) -> None:
-    """A sequence starts wherever it would without reuse."""
+@pytest.mark.parametrize("known", [31, 29])
+def test_a_known_page_that_there_is_no_room_to_copy_is_written_to(known: int) -> None:
+    """A sequence starts wherever it would without reuse: then the page is no longer known."""
     pool = on_driver(small_driver("cpu"), vmmkv.FramePool, 40 * 4096)
     layout = vmmkv.KVLayout(1, 1, 64, torch.float32)  # 8 tokens a page
     cache, other = (vmmkv.KVCache(layout, 4, 400, pool=pool, large_frames=False) for _ in range(2))
@@ -694,6 +675,6 @@ def test_what_there_is_no_room_to_copy_is_computed_anew(ids: list[int]) -> None:
     first.commit([1] * 80)
     first.free()
     taken = other.sequence(36 * 8)
-    sequence = cache.sequence(token_ids=ids)
-    assert (sequence.length, sequence.cached_tokens, taken.length) == (32, 24, 36 * 8)
+    sequence = cache.sequence(token_ids=[1] * known + [2] * (32 - known))
+    assert (sequence.length, sequence.cached_tokens, taken.length) == (32, known, 36 * 8)
     cache.check()
