@@ -246,7 +246,11 @@ class PrefixMachine(Machine):
         """Ids that may begin like others."""
         key, most = self.random.choice(self.names), self.caches[index].max_seq_len
         ids: Ids = []
-        if self.ever[index][key] and self.random.random() < 0.85:
+        live = [each for each in self.models[index] if isinstance(each, Known) and each.committed < len(each.ids)]
+        if live and self.random.random() < 0.3:  # the new sequence has to compute them, too
+            model = self.random.choice(live)
+            key, ids = model.names or key, model.ids
+        elif self.ever[index][key] and self.random.random() < 0.85:
             ids = self.random.choice(self.ever[index][key][-20:])
             ids = ids[: self.random.choice([len(ids), len(ids), self.random.randint(0, len(ids))])]
         return key, (ids + self.some_ids(self.some()))[:most]
@@ -361,6 +365,8 @@ class PrefixMachine(Machine):
     def do_unshare(self, index: int) -> None:
         if model := self.pick(index):
             token = self.random.randint(model.start, len(model.tokens))
+            if isinstance(model, Known):  # also where it fails
+                model.committed = min(model.committed, token)
             model.sequence.cache.part(model.sequence.ticket, token)
             Machine.write(self, model, token)
 

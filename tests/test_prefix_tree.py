@@ -230,6 +230,37 @@ def test_what_live_sequences_use_is_not_evicted(random: Random) -> None:
     assert found(tree, ids) == 20
 
 
+@pytest.mark.parametrize("head_dim", [64, 36])
+def test_only_frames_that_live_rows_use_are_left_by_an_eviction(random: Random, head_dim: int) -> None:
+    """Also where several rows have computed the same tokens, on frames of different sizes, and some have ended."""
+    for _ in range(20 * ROUNDS):
+        layout = KVLayout(2, 1, head_dim, torch.float32, layers_per_range=random.choice([1, None]))
+        tree = new(4000, 8, 400, layout, large=random.random() < 0.7)
+        prompt, live, windows = [random.randrange(9) for _ in range(380)], [], []
+        for _ in range(random.randint(2, 8)):
+            ids = [*prompt[: random.randint(1, 380)], random.randrange(9, 18)]
+            sequence, _ = tree.start(ids, whole=random.random() < 0.6)
+            while sequence.length < len(ids):
+                sequence.extend(random.randint(1, len(ids) - sequence.length))
+            live.append((sequence, ids))
+            if random.random() < 0.3:
+                tree.commit(sequence, ids)
+        for sequence, ids in live:
+            tree.commit(sequence, ids)
+        for _ in range(random.randint(1, len(live))):
+            sequence, ids = live.pop(random.randrange(len(live)))
+            if random.random() < 0.7:
+                sequence.free()
+            else:
+                sequence.release_before(random.randint(1, len(ids)))
+                windows.append(sequence)
+        tree.evict(1 << 30)
+        assert (tree.pool.frames["users"][tree.frames()] > 0).all()
+        assert all(found(tree, ids) == len(ids) for _, ids in live)
+        Tables(tree).check()
+        check(tree.pool, [tree.cache], Tables(tree).held())
+
+
 def test_a_commit_of_other_tokens_is_refused() -> None:
     tree, ids = new(), [*range(20)]
     sequence, _ = tree.start(ids)

@@ -539,7 +539,8 @@ class KVCache(Cache):
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies.
+                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies, and some no longer
+                as committed ones.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
@@ -549,8 +550,6 @@ class KVCache(Cache):
                 raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
         for sequence in batch:
             self.part(sequence.ticket, start)
-            if self.prefixes:
-                self.prefixes.forget(sequence, start)
 
     def extend(  # type: ignore[override]
         self,

@@ -306,13 +306,10 @@ class Cache:
         unsharing.repair(self, ticket)
 
     def part(self, ticket: int, token: int) -> None:
-        """Makes a row the only one with its pages from a token on, a frame at a time."""
+        """Makes a row the only one with its pages from a token on, a frame at a time: the tokens will be written over.
+        Raises `OutOfPagesError` where there is no room for all copies."""
         size = self.pool.driver.page_size
-        self.part_from(ticket, [token * record // size for record in self.records])
-
-    def part_from(self, ticket: int, pages: list[int]) -> None:
-        """`part`, from a page of each range on. Raises `OutOfPagesError` where there is no room for all copies."""
-        unsharing.part_from(self, ticket, pages)
+        unsharing.part_from(self, ticket, [token * record // size for record in self.records], token)
 
     def keep(self, sequence: Sequence, start: int, length: int) -> None:
         """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is."""

@@ -15,6 +15,7 @@ from .frames import is_gain, take
 from .journal import begin, close, emit, emit_row, plan_unmap
 from .reclaim import ALL, is_idle, supply, supply_large
 from .rows import available, charge, copies_of, frame_at, place, recount, row_of, track
+from .starting import CUT, note
 from .streams import fence_row, is_captured
 from .tables import (
     ASK,
@@ -43,18 +44,24 @@ from .tables import (
 
 
 @entry
-def can_part(cache: int, ticket: int, pages_at: int, ask: int) -> int:
+def can_part(cache: int, ticket: int, pages_at: int, token: int, ask: int) -> int:
     """Whether there is room for all copies that a row needs to have its own pages from some on, one in each range.
-    Returns `DONE`, `GONE`, `SUSPENDED` or `NO_PAGES`."""
+    If so, guests are told that tokens from `token` on will be written over: what they hold there can be evicted, and
+    they hold no page of the row that was just copied. Returns `DONE`, `GONE`, `SUSPENDED` or `NO_PAGES`."""
     c, row, a = view(cache, 1, CACHE)[0], row_of(cache, ticket), view(ask, 1, ASK)[0]
     if row < 0:
         return GONE
-    if view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended:
+    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    if r.suspended:
         return SUSPENDED
     a.asked, a.available = 0, available(cache)
     for part in range(c.ranges):
         a.asked += copies_of(cache, row, part, view(pages_at, c.ranges, np.int64)[part])
-    return NO_PAGES if a.asked > a.available else DONE
+    if a.asked > a.available:
+        return NO_PAGES
+    if token < r.length:
+        note(cache, CUT, row, r.owner, token)
+    return DONE
 
 
 @entry

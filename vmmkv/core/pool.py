@@ -212,14 +212,14 @@ class Pool:
             missing = ask.words[ASKED]
             if self.change(Ask(), entries.plan_retired, self.address, missing) != GONE:
                 return
-            if not self._ask_guests(missing):
+            if not self.ask_guests(missing):
                 raise out_of_pages(missing, 0)
         elif ask.words[FRUGAL] or not isinstance(error, DriverOutOfMemoryError):
             raise error or self.driver.error("record", int(ask.words[0]))
         elif not self._ask_neighbours(ask.words[ASKED]):
             ask.words[FRUGAL] = 1  # the driver has no memory for new frames: take surplus
 
-    def _ask_guests(self, pages: int) -> int:
+    def ask_guests(self, pages: int) -> int:
         """Has guests drop frames until so many pages are free or can be reclaimed. Returns the number of pages."""
         gained = 0
         for evict in self.evict:
@@ -293,7 +293,7 @@ class Pool:
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
             if last == self.word("created") > keep_pages:
                 wanted = last - keep_pages
-                if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE or self._ask_guests(wanted):
+                if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE or self.ask_guests(wanted):
                     last = -1
         return before - last
 

@@ -20,6 +20,7 @@ from . import entries
 from .cache import Cache
 from .pool import FRESH, LARGE, ROW_AT, Ask
 from .sequence import Sequence
+from .unsharing import part_from
 
 ASIDE = -1
 """Stands for the row of which a part is kept aside."""
@@ -133,7 +134,7 @@ class Reordering:
         pages, last = {row: self.common(row, source) for row, source in moves.items()}, None
         while pages != last:
             for row, begins in pages.items():
-                self.cache.part_from(self.tickets[row], begins)
+                part_from(self.cache, self.tickets[row], begins, 0)
             last, pages = pages, {row: self.common(row, source) for row, source in moves.items()}
         return pages
 

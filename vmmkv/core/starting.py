@@ -401,8 +401,9 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
             poison(cache, row, r.start, start, ask)
         elif gives_up:
             return code
+    if length < r.length or r.start == 0 < start:
+        note(cache, CUT, row, r.owner, 0 if start else length)
     if length < r.length:
-        note(cache, CUT, row, r.owner, length)
         r.cut = max(r.cut, r.length) if c.key_of_sequence else 0
     c.tokens -= (r.length - r.start) - (length - start)
     r.start, r.length = start, length

@@ -23,14 +23,14 @@ def repair(cache: Cache, ticket: int) -> None:
         cache.pool.change(Ask(), entries.plan_repair, cache.address, ticket)
 
 
-def part_from(cache: Cache, ticket: int, pages: list[int]) -> None:
-    """Makes a row the only one with its pages from one on, in each range, a frame at a time. Raises `OutOfPagesError`
-    where there is no room for all copies."""
+def part_from(cache: Cache, ticket: int, pages: list[int], token: int) -> None:
+    """Makes a row the only one with its pages from one on, in each range, a frame at a time. Its tokens from `token` on
+    will be written over. Raises `OutOfPagesError` where there is no room for all copies."""
     check_copying(cache.pool)
     ask, firsts = Ask(), array("q", pages)
     with cache.pool.copying:
         cache.pool.unstage()
-        while (code := entries.can_part(cache.address, ticket, firsts.buffer_info()[0], ask.address)) < 0:
+        while (code := entries.can_part(cache.address, ticket, firsts.buffer_info()[0], token, ask.address)) < 0:
             if code != NO_PAGES or not cache.pool.take_leased_for(ask):
                 raise cache.error(code, ask)
         for part, page in enumerate(pages):
@@ -49,8 +49,8 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
     pool, ask, before = cache.pool, Ask(), _shared_end(cache, ticket, part)
     try:
         code = pool.change(ask, entries.plan_part, cache.address, ticket, part, page)
-    except OutOfPagesError:  # unless parked rows alone have the frame, too
-        if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE:
+    except OutOfPagesError:  # unless parked rows, or guests, alone have the frame, too
+        if pool.change(Ask(), entries.plan_retired, pool.address, NO_LIMIT_PAGES) == GONE and not pool.ask_guests(1):
             raise
         return True
     if code in (GONE, SUSPENDED):

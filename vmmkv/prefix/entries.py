@@ -17,7 +17,6 @@ ENTRIES = [
     hosted.settle_moved,
     holders.adopted,
     holders.inherit,
-    holders.forget,
     holders.known_ids,
     telling.drain,
 ]

@@ -5,44 +5,133 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.guests import reference
-from ..core.tables import CACHE, DONE, FRAME, POOL
+from ..core.tables import CACHE, DONE, EXTENT, FRAME, LISTS, POOL, ROW
+from .committing import hold_path, list_path
 from .finding import gather
-from .holders import forget_rows, read_notes, set_end
+from .holders import forget_rows, read_notes, set_end, tokens_of
 from .hosted import lead_start, own_first
-from .nodes import tidy
+from .nodes import node_with, tidy
 from .order import ORDER, arrange, arrange_up, expire, take_off
-from .tables import MOVED, NODE, PART, TREE
+from .tables import HOLDER, MOVED, NODE, PART, TREE
 from .telling import emit_cleared, untell
 
 
 @inner
-def is_in_use(tree: int, node: int) -> int:
-    """Whether live rows, or the journal, use a frame that is held for a node: to drop it would give nothing."""
+def users_of(tree: int, slot: int) -> int:
+    """Live rows, and steps of the journal, that use the frame in a slot."""
+    pool = view(view(tree, 1, TREE)[0].cache, 1, CACHE)[0].pool
+    return int(view(view(pool, 1, POOL)[0].frames_at, slot, FRAME)[slot - 1].users)
+
+
+@inner
+def is_used(tree: int, slot: int, end: int) -> int:
+    """Whether live rows, or the journal, use the frame in a slot, which is held for tokens up to `end`. Not, where the
+    only row with the frame ends in front of that: if the frame is dropped, the row needs no copy of it to grow."""
     t = view(tree, 1, TREE)[0]
-    p = view(view(t.cache, 1, CACHE)[0].pool, 1, POOL)[0]
-    slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
+    c = view(t.cache, 1, CACHE)[0]
+    f = view(view(c.pool, 1, POOL)[0].frames_at, slot, FRAME)[slot - 1]
+    if f.users == 1 and f.refs == 1:
+        r = view(c.rows_at, f.place + 1, ROW)[f.place]
+        return 0 if r.owner and r.length < end else 1
+    return 1 if f.users else 0
+
+
+@inner
+def is_in_use(tree: int, node: int) -> int:
+    """Whether live rows, or the journal, use a frame of a node: to drop it would give nothing. Not, where no row uses
+    another frame of the node or in front, which it keeps from being dropped: rows have released their fronts, say."""
+    t, used = view(tree, 1, TREE)[0], 0
+    nodes = view(t.nodes_at, t.nodes, NODE)
+    slots, each = view(t.slots_at + 8 * node * t.width, t.width, np.int64), node
     for index in range(t.width):
-        if slots[index] and view(p.frames_at, p.capacity, FRAME)[slots[index] - 1].users:
-            return 1
-    return 0
+        if slots[index]:
+            used |= is_used(tree, slots[index], nodes[node].end)
+    while used and nodes[each].parent:
+        slots = view(t.slots_at + 8 * each * t.width, t.width, np.int64)
+        for index in range(t.width):
+            if slots[index] and users_of(tree, slots[index]) == 0:
+                used = 0
+        each = nodes[each].parent
+    return used
+
+
+@inner
+def drop_slot(tree: int, node: int, index: int) -> int:
+    """Ends the reference to a frame of a node. Returns the pages that are free then, can be reclaimed, or need no copy
+    when their row grows."""
+    t, n = view(tree, 1, TREE)[0], view(view(tree, 1, TREE)[0].nodes_at, node + 1, NODE)[node]
+    slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
+    frame, pool = slots[index] - 1, view(t.cache, 1, CACHE)[0].pool
+    size = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame].pages
+    pages = 0 if is_used(tree, slots[index], n.end) else size
+    slots[index] = 0
+    n.full -= 1
+    t.held -= 1
+    t.pages -= size
+    reference(t.cache, frame, -1)
+    return pages
 
 
 @inner
 def drop_frames(tree: int, node: int) -> int:
-    """Ends the references to the frames of a node. Returns the pages that are free then, or can be reclaimed."""
-    t = view(tree, 1, TREE)[0]
-    p, n, pages = view(view(t.cache, 1, CACHE)[0].pool, 1, POOL)[0], view(t.nodes_at, t.nodes, NODE)[node], 0
+    """Ends the references to the frames of a node. Returns what `drop_slot` does, for all of them."""
+    t, pages = view(tree, 1, TREE)[0], 0
     slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
     for index in range(t.width):
         if slots[index]:
-            f = view(p.frames_at, p.capacity, FRAME)[slots[index] - 1]
-            pages += f.pages if f.users == 0 else 0
-            t.pages -= f.pages
-            reference(t.cache, slots[index] - 1, -1)
-            slots[index] = 0
-    t.held -= n.full
-    n.full = 0
+            pages += drop_slot(tree, node, index)
     return pages
+
+
+@inner
+def key_of(tree: int, node: int) -> int:
+    """The key of a node."""
+    t = view(tree, 1, TREE)[0]
+    nodes = view(t.nodes_at, t.nodes, NODE)
+    while nodes[node].parent:
+        node = nodes[node].parent
+    return int(nodes[node].first)
+
+
+@inner
+def drop_doubles(tree: int, row: int) -> int:
+    """Drops frames that no live row uses, of tokens that a live row has committed, too, and holds the row's own frames
+    instead, where these tokens fill them. Returns the pages that are free then, or can be reclaimed."""
+    t = view(tree, 1, TREE)[0]
+    c, nodes = view(t.cache, 1, CACHE)[0], view(t.nodes_at, t.nodes, NODE)
+    h = view(t.holders_at, t.num_rows, HOLDER)[row]
+    if h.node == 0 or h.parked or view(c.rows_at, c.num_rows + LISTS, ROW)[row].busy:
+        return 0
+    node = node_with(tree, h.node, h.held)
+    node = nodes[node].parent if nodes[node].end > h.held else node
+    tokens = nodes[node].end
+    if tokens == 0 or tokens_of(tree, row) < tokens:
+        return 0
+    count, gained, is_bare = list_path(tree, node, 0, 1), 0, 0
+    path = view(t.path_at, t.path, np.int64)
+    for which in range(count):
+        n, node = nodes[path[which]], path[which]
+        others = n.known_below - is_bare  # nodes below that need what is in front of them
+        slots = view(t.slots_at + 8 * node * t.width, t.width, np.int64)
+        for part in range(t.ranges if n.full else 0):
+            g = view(t.parts_at, t.ranges, PART)[part]
+            e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+            first, end = n.begin * g.record // t.page_size, n.end * g.record // t.page_size
+            for page in range(first, end):
+                index, group = g.single + page - first, page // t.large
+                has_frame = page >= e.head_end or (group + 1) * t.large * t.page_size <= tokens * g.record
+                if slots[index] and (has_frame or others == 0) and users_of(tree, slots[index]) == 0:
+                    gained += drop_slot(tree, node, index)
+                index = g.large + group - first // t.large
+                if page % t.large == t.large - 1 and slots[index] and users_of(tree, slots[index]) == 0:
+                    gained += drop_slot(tree, node, index)
+        is_bare = 1 if n.known and n.full == 0 and others == 0 else 0
+    if gained:
+        node = path[0]
+        hold_path(tree, row, list_path(tree, node, 0, 1), tokens, key_of(tree, node))
+        for which in range(count):
+            untell(tree, path[which])
+    return gained
 
 
 @inner
@@ -145,8 +234,8 @@ def list_lead(tree: int, node: int, out: int, most: int) -> None:
 @entry
 def evict(tree: int, pages: int, now: int, lowest: int, out: int, most: int) -> int:
     """Drops frames that no live sequence uses, until so many pages are free or can be reclaimed: the lowest priority
-    first, then the least recently used, each behind all that follow it. Returns the number of pages. `now` is a time in
-    nanoseconds. It needs no lock.
+    first, then the least recently used, each behind all that follow it; last, those of tokens that a live row has on
+    frames of its own. Returns the number of pages. `now` is a time in nanoseconds. It needs no lock.
 
     With room for a list of `most` pages, nodes of a priority of at least `lowest` go to the host: their pages are
     listed at `out`, and count as well. `moved` of the tree is their number; the caller copies them, and then calls
@@ -171,6 +260,8 @@ def evict(tree: int, pages: int, now: int, lowest: int, out: int, most: int) -> 
             leave(tree, node)
     for index in range(passed):
         arrange(tree, path[index])
+    for row in range(t.num_rows if gained < pages else 0):  # a live row's nodes are in no order
+        gained += drop_doubles(tree, row) if gained < pages else 0
     last, moved = 0, view(out, most, MOVED)
     for index in range(t.moved if most else 0):
         node = moved[index].node

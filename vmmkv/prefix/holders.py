@@ -228,17 +228,6 @@ def inherit(tree: int, ticket: int, source: int) -> int:
 
 
 @entry
-def forget(tree: int, ticket: int, tokens: int) -> int:
-    """Forgets what a sequence holds behind so many tokens."""
-    t, row = view(tree, 1, TREE)[0], ticket & ROW_MASK
-    read_notes(tree)
-    h = view(t.holders_at, t.num_rows, HOLDER)[row]
-    if h.node and h.owner == ticket >> ROW_BITS:
-        cut_row(tree, row, tokens)
-    return DONE
-
-
-@entry
 def known_ids(tree: int, ticket: int, out: int, most: int) -> int:
     """Writes the ids of a live sequence's known tokens, if these are not more than `most`. Returns their number, or
     `GONE`."""

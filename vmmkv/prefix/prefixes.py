@@ -235,10 +235,6 @@ class Prefixes:
         for sequence, (is_known, key) in zip(batch, keys):
             self.tickets[sequence.row], self.keys[sequence.row] = sequence.ticket if is_known else 0, key
 
-    def forget(self, sequence: Sequence, tokens: int) -> None:
-        """Forgets which tokens a sequence holds behind its first ones, since others may be written there."""
-        entries.forget(self.address, sequence.ticket, tokens)
-
     def commit(self, sequence: Sequence, ids: Any, retention: Iterable[Retention] = ()) -> int:
         """Makes the first tokens of a sequence known: K and V of these ids are there, or are being written by work on
         streams that the sequence knows. Returns how many of its tokens are known; fewer than there are ids where the
