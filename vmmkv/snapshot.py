@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from .core import entries
 from .core.cache import Cache
+from .core.pool import LARGE
 from .core.tables import COUNTS
 from .stats import (
     FREE_PAGE,
@@ -82,7 +83,7 @@ def pages_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple
 
 def counts(cache: Cache) -> dict[str, int]:
     """Pages, bytes and rows by the names of `COUNTS`."""
-    seen, found = np.zeros(len(cache.pool.frames), np.int64), np.zeros(1, COUNTS)
+    seen, found = np.zeros(len(cache.pool.frames) * LARGE, np.int64), np.zeros(1, COUNTS)
     entries.count(cache.address, seen.ctypes.data, found.ctypes.data)
     return dict(zip(COUNTS.names or (), found[0].tolist()))
 

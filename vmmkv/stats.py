@@ -126,7 +126,8 @@ class CacheStats:
         physical_bytes: what it takes now: all of `pages`.
         tokens: tokens of live sequences, from each sequence's `start` on.
         token_bytes: bytes of these tokens.
-        waste: the part of the used pages that holds no token, 0 without sequences.
+        waste: the part of the used pages that holds no token, 0 without sequences. Of a page that sequences share, the
+            tokens of the one with most of them there count.
         pages: pages by state: `used` (hold tokens), `surplus` (mapped, ready to be adopted or
             reclaimed), `free` (created, not mapped).
         rows: rows by state: `live`, `parked` (mapped, to be adopted), `retired`, `empty`.

@@ -10,11 +10,11 @@ from .tables import CACHE, COUNTS, EXTENT, FRAME, LISTS, POOL, RANGE, RETIRED, R
 
 @entry
 def count(cache: int, seen_at: int, counts_at: int) -> int:
-    """Counts what `COUNTS` names. `seen_at` has a number for each frame of the pool's tables, all of them 0. It needs
-    no lock."""
+    """Counts what `COUNTS` names. `seen_at` has a number for each page that a frame of the pool's tables may have, all of
+    them 0. It needs no lock."""
     c, n = view(cache, 1, CACHE)[0], view(counts_at, 1, COUNTS)[0]
     p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
-    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, p.capacity, np.int64)
+    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, p.capacity * p.large, np.int64)
     extents = view(c.extents_at, c.num_rows * c.ranges, EXTENT)
     for row in range(c.num_rows):
         r, is_mapped = rows[row], 0
@@ -25,15 +25,13 @@ def count(cache: int, seen_at: int, counts_at: int) -> int:
             is_mapped |= e.mapped > e.first
             while page < min(e.shared, e.mapped):  # a frame may be there twice, or in another row, too
                 frame = frame_at(cache, part, row, page)
-                behind = page + frames[frame].pages
-                if not seen[frame]:
+                if not seen[frame * p.large]:
                     n.mapped += frames[frame].pages
-                    seen[frame] = 1
-                used = min(end, behind * size) - max(begin, page * size)
-                if r.owner and used >= seen[frame]:
-                    n.bytes += used + 1 - seen[frame]
-                    seen[frame] = used + 1
-                page = behind
+                for place in range(frame * p.large, frame * p.large + frames[frame].pages):
+                    used = max(min(end, page * size + size) - max(begin, page * size), 0) if r.owner else 0
+                    n.bytes += max(used + 1 - seen[place], 0) - (seen[place] == 0)
+                    seen[place] = max(seen[place], used + 1)
+                    page += 1
             n.mapped += max(e.mapped - page, 0)
             if r.owner:
                 n.bytes += max(min(end, e.mapped * size) - max(begin, page * size), 0)
