@@ -223,6 +223,17 @@ def test_a_lost_device_needs_no_waiting(make_cache, device: str) -> None:
     assert not other.ranges
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_lost_device_of_which_every_call_fails_is_closed(make_cache, device: str) -> None:
+    driver = StreamedDriver()
+    cache = make_cache(driver=driver)
+    live = cache.sequence(20)
+    driver.fail(error=vmmkv.DeviceLostError, lasting=True)
+    cache.close()
+    assert not cache.is_open
+    live.free()
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 

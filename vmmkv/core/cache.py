@@ -17,6 +17,7 @@ from ..driver.fence import check_stream, wait_for_device
 from ..errors import (
     ArgumentError,
     BusyError,
+    DeviceLostError,
     OutOfRangeError,
     OutOfRowsError,
     UseAfterFreeError,
@@ -440,6 +441,18 @@ class Cache:
                 return
             wait_for_device(self.pool.driver)
             self.state[0]["closed"] = 1
+        with suppress(DeviceLostError):  # its memory is lost, too
+            self._empty()
+        if self.views() is None:
+            for each in self.addresses:
+                each.free()
+        else:
+            self.addresses = []  # the last view frees them
+        self.is_closed = True
+
+    def _empty(self) -> None:
+        """Ends all sequences, and unmaps all rows."""
+        with self.pool.copying:
             self.pool.unstage()
         rows = np.flatnonzero(self.owners[: self.max_sequences])
         tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
@@ -454,12 +467,6 @@ class Cache:
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
         if self.pool.change(Ask(), entries.plan_close, self.address) == TAKEN:
             raise BusyError("another thread is in the middle of a change; close the cache behind that")
-        if self.views() is None:
-            for each in self.addresses:
-                each.free()
-        else:
-            self.addresses = []  # the last view frees them
-        self.is_closed = True
 
     def __del__(self) -> None:
         """Closes a cache that nothing holds any more, or leaves that to the last view of it."""

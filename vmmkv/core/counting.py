@@ -10,8 +10,8 @@ from .tables import CACHE, COUNTS, EXTENT, FRAME, LISTS, POOL, RANGE, RETIRED, R
 
 @entry
 def count(cache: int, seen_at: int, counts_at: int) -> int:
-    """Counts what `COUNTS` names. `seen_at` has a number for each page that a frame of the pool's tables may have, all of
-    them 0. It needs no lock."""
+    """Counts what `COUNTS` names. `seen_at` has numbers, all of them 0, for all pages that frames of the pool may have.
+    It needs no lock."""
     c, n = view(cache, 1, CACHE)[0], view(counts_at, 1, COUNTS)[0]
     p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
     frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, p.capacity * p.large, np.int64)

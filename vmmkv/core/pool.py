@@ -20,7 +20,16 @@ from ..driver.driver import STEPS, Driver, fork_error
 from ..driver.fence import Fence, wait_for_device
 from ..driver.meter import Meter
 from ..driver.table import CREATE, SCRATCH
-from ..errors import BudgetError, BusyError, DriverError, DriverOutOfMemoryError, OutOfPagesError, VmmkvError
+from ..errors import (
+    BudgetError,
+    BusyError,
+    DeviceLostError,
+    DriverError,
+    DriverOutOfMemoryError,
+    OutOfPagesError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from . import entries
 from .tables import (
     ACCOUNT,
@@ -118,11 +127,8 @@ class Pool:
         self.most = max(driver.memory_info()[1] // driver.page_size, pages)
         """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
         capacity = 2 * self.most + 64
-        self.frames, self.accounts, self.steps = (
-            zeros(capacity, FRAME),
-            zeros(SLOTS, ACCOUNT),
-            zeros(6 * capacity, STEP),
-        )
+        self.frames, self.accounts = zeros(capacity, FRAME), zeros(SLOTS, ACCOUNT)
+        self.steps = journal(6 * capacity)
         self.caches = zeros(SLOTS, np.dtype(np.int64))
         stacks = {
             f"{name}_at": at(zeros(capacity, np.dtype(np.int64)))
@@ -166,6 +172,8 @@ class Pool:
         ask.words[CURRENT] = self.current_handle()
         while True:
             with lock:
+                if not self.is_open:
+                    raise UseAfterFreeError("this pool was closed; make a new one")
                 code = plan(*arguments, ask.address)
                 if code > RING:
                     entries.run(self.address, code, 0)
@@ -346,10 +354,14 @@ class Pool:
             return
         if self.mapper is not None:
             self.mapper.stop()
-        self.unstage()
-        self.trim_to()
-        self.driver.free(self.staging, LARGE * self.driver.page_size)
-        self.is_open = False
+        with suppress(DeviceLostError):  # its memory is lost, too
+            self.unstage()
+            self.trim_to()
+            self.driver.free(self.staging, LARGE * self.driver.page_size)
+        with self.lock:
+            self.is_open = False
+        _pools.discard(self)
+        _journals.setdefault(len(self.steps), []).append(self.steps)
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""
@@ -390,6 +402,15 @@ def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         _chunk[1] += nbytes
     keep(array_of)
     return array_of
+
+
+def journal(steps: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """A table of steps: one that a pool has left, or a new one. It is most of the addresses that a pool takes."""
+    left = _journals.get(steps)
+    try:
+        return left.pop() if left else zeros(steps, STEP)
+    except IndexError:  # another thread has taken it
+        return zeros(steps, STEP)
 
 
 def at(array_of: np.ndarray[Any, Any]) -> int:
@@ -447,6 +468,8 @@ def _leave_to_parent() -> None:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_journals: dict[int, list[np.ndarray[Any, np.dtype[Any]]]] = {}
+"""By length: tables of steps that pools have left."""
 _with_unclosed: set[Pool] = set()
 """Pools with caches that could not be closed. Nothing else may hold them."""
 os.register_at_fork(after_in_child=_leave_to_parent)
