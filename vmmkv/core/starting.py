@@ -276,7 +276,8 @@ def kept(cache: int, row: int, last: int) -> int:
 @entry
 def plan_empty(cache: int, wanted: int, ask: int) -> int:
     """Plans to unmap all of a row without a sequence: the wanted one, else the oldest retired one, else the oldest
-    parked one. `wanted` is as in `adopt`. Returns a serial, `NO_ROWS`, `TAKEN` or `WAIT`."""
+    parked one. `wanted` is as in `adopt`. Returns a serial, `DONE` if a row has no pages, `NO_ROWS`, `TAKEN` or
+    `WAIT`."""
     c = view(cache, 1, CACHE)[0]
     rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted
     settle(c.pool, ask)
@@ -288,7 +289,9 @@ def plan_empty(cache: int, wanted: int, ask: int) -> int:
         row = rows[c.num_rows].younger
         row = rows[row].younger if row == -2 - wanted else row
     if row >= c.num_rows:
-        return NO_ROWS
+        row = rows[c.num_rows + VACANT_ROWS].next  # another thread may have emptied one meanwhile
+        row = rows[row].next if row == -2 - wanted else row
+        return DONE if row < c.num_rows else NO_ROWS
     if rows[row].owner:
         return TAKEN
     if not is_idle(cache, row, ask):
