@@ -340,7 +340,7 @@ class Sequence(core.Sequence):
         if tokens > limit:
             warnings.warn(
                 f"a view of {tokens} tokens is longer than the {limit} that kernels with 32-bit strides can address: "
-                "do not give it to torch's memory-efficient SDPA. Flash and cuDNN are safe; "
+                "do not give it to torch's memory-efficient or cuDNN SDPA. Flash is safe; "
                 "KVLayout(layers_per_range=...) makes the stride smaller",
                 StrideLimitWarning,
                 stacklevel=3,
