@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .core import entries
 from .core.cache import Cache
 from .core.pool import LARGE
-from .core.tables import COUNTS
+from .core.tables import COUNTS, NEEDS
 from .stats import (
     FREE_PAGE,
     KEPT_PAGE,
@@ -83,8 +83,10 @@ def pages_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple
 
 def counts(cache: Cache) -> dict[str, int]:
     """Pages, bytes and rows by the names of `COUNTS`."""
-    seen, found = np.zeros(len(cache.pool.frames) * LARGE, np.int64), np.zeros(1, COUNTS)
-    entries.count(cache.address, seen.ctypes.data, found.ctypes.data)
+    found, code = np.zeros(1, COUNTS), NEEDS
+    while code == NEEDS:  # another thread may make frames meanwhile
+        seen = np.zeros(cache.pool.word("fresh") * LARGE, np.int64)
+        code = entries.count(cache.address, seen.ctypes.data, len(seen), found.ctypes.data)
     return dict(zip(COUNTS.names or (), found[0].tolist()))
 
 

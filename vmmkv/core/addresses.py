@@ -30,6 +30,8 @@ class Addresses:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.driver, self.nbytes = driver, nbytes
         self.start = driver.reserve(nbytes)
+        self.is_empty = True
+        """Whether nothing is mapped there. The collector may come here before it comes to the cache."""
 
     def free(self) -> None:
         """Frees the addresses. A second call does nothing. An interruption may leave them reserved, not free twice."""
@@ -42,7 +44,7 @@ class Addresses:
             raise
 
     def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
-        if not ends() and "start" in vars(self):
+        if not ends() and "is_empty" in vars(self) and self.is_empty:
             with suppress(VmmkvError):
                 self.free()
 

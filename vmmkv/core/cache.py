@@ -145,6 +145,8 @@ class Cache:
             entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved
         )
         pool.members.add(self)
+        for each in self.addresses:
+            each.is_empty = False
         if lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
 
@@ -443,11 +445,11 @@ class Cache:
             self.state[0]["closed"] = 1
         with suppress(DeviceLostError):  # its memory is lost, too
             self._empty()
-        if self.views() is None:
-            for each in self.addresses:
+        for each in self.addresses:
+            each.is_empty = True
+            if self.views() is None:
                 each.free()
-        else:
-            self.addresses = []  # the last view frees them
+        self.addresses = []  # the last view frees them
         self.is_closed = True
 
     def _empty(self) -> None:

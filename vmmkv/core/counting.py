@@ -5,16 +5,18 @@ import numpy as np
 from ..compiled import entry
 from ..compiled.native import view
 from .rows import frame_at
-from .tables import CACHE, COUNTS, EXTENT, FRAME, LISTS, POOL, RANGE, RETIRED, ROW
+from .tables import CACHE, COUNTS, DONE, EXTENT, FRAME, LISTS, NEEDS, POOL, RANGE, RETIRED, ROW
 
 
 @entry
-def count(cache: int, seen_at: int, counts_at: int) -> int:
-    """Counts what `COUNTS` names. `seen_at` has numbers, all of them 0, for all pages that frames of the pool may have.
-    It needs no lock."""
+def count(cache: int, seen_at: int, pages: int, counts_at: int) -> int:
+    """Counts what `COUNTS` names. `seen_at` has numbers, all of them 0, for so many pages; frames with numbers below
+    `fresh` may have `large` pages each. Returns `DONE`; or `NEEDS`: there are more frames. It needs no lock."""
     c, n = view(cache, 1, CACHE)[0], view(counts_at, 1, COUNTS)[0]
     p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
-    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, p.capacity * p.large, np.int64)
+    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, pages, np.int64)
+    if p.fresh * p.large > pages:
+        return NEEDS
     extents = view(c.extents_at, c.num_rows * c.ranges, EXTENT)
     for row in range(c.num_rows):
         r, is_mapped = rows[row], 0
@@ -39,4 +41,4 @@ def count(cache: int, seen_at: int, counts_at: int) -> int:
         n.live += r.owner > 0
         n.retired += r.owner == 0 and r.list == RETIRED
         n.parked += r.owner == 0 and r.list != RETIRED and is_mapped
-    return 0
+    return DONE
