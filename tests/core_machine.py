@@ -402,11 +402,6 @@ class Machine:
             assert pages < self.pool.word("committed")
             assert self.pool.word("budget") == before
 
-    def do_stock(self, index: int) -> None:
-        self.pool.change(
-            Ask(), entries.plan_stock, self.pool.address, self.random.randrange(4), self.random.randrange(2)
-        )
-
     def do_ahead(self, index: int) -> None:
         """What the mapper does."""
         self.pool.change(Ask(), entries.plan_ahead, self.pool.address, 4)

@@ -621,8 +621,6 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
 def test_whole_numbers_of_other_libraries_are_numbers(make_cache, number) -> None:
     """A tensor is changed in place by `+=`: books that had taken one in would be wrong, one through the other."""
     cache = make_cache()
-    made = cache.prewarm(tokens=number(3))
-    assert type(made) is int
     sequence = cache.sequence(number(4), expected_tokens=number(9))
     sequence.extend(number(2))
     cache.extend([sequence], number(1))

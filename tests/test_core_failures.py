@@ -111,9 +111,6 @@ class Stage:
     def limit(self) -> None:
         self.pool.set_limit(self.pool.word("committed"))
 
-    def stock(self) -> None:
-        self.pool.change(Ask(), entries.plan_stock, self.pool.address, 2, 0)
-
     def ahead(self) -> None:
         self.pool.change(Ask(), entries.plan_ahead, self.pool.address, 4)
 
@@ -134,7 +131,7 @@ class Stage:
 OPERATIONS: list[Callable[[Stage], object]] = [
     Stage.begin, Stage.begin_elsewhere, Stage.adopt, Stage.begin_scrubbed, Stage.extend, Stage.extend_many,
     Stage.extend_beyond_free_memory, Stage.extend_a_fork, Stage.fork, Stage.fork_elsewhere, Stage.part, Stage.truncate,
-    Stage.free, Stage.trim, Stage.limit, Stage.stock, Stage.ahead,
+    Stage.free, Stage.trim, Stage.limit, Stage.ahead,
 ]  # fmt: skip
 
 

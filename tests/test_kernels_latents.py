@@ -119,7 +119,8 @@ def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
-    check_error(ours, attend(case, inputs, torch.float64), attend(case, inputs, case.dtype))
+    times = 3 if case.dtype == torch.float32 else 2  # 576 products are added one after the other
+    check_error(ours, attend(case, inputs, torch.float64), attend(case, inputs, case.dtype), times)
 
 
 DECODE = [

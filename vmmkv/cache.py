@@ -41,7 +41,6 @@ from .core.addresses import check_address_space
 from .core.cache import Cache
 from .core.check import check
 from .core.pool import SLOTS_AT, TICK, Ask
-from .core.prewarming import prewarm
 from .core.reordering import reorder
 from .driver.driver import Driver, fork_error, open_driver
 from .driver.fence import Fence
@@ -695,34 +694,6 @@ class KVCache(Cache):
         """
         self.check_usable()
         return one_of(self._ranges, index, "range")
-
-    def prewarm(self, max_bytes: float | str | None = None, *, tokens: int = 0) -> int:
-        """Makes memory ahead, so that the first sequences do not wait for it; returns the bytes that were made. `trim`
-        gives them back.
-
-        Args:
-            max_bytes: what the cache is to have, or to find free, in all: bytes, `"4GiB"`, or a share of the pool,
-                which without `pool` is the budget. None is all that is not in use, within the budget.
-            tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
-                there is memory for. A sequence of so many tokens, by now or by its `expected_tokens`, makes no driver
-                call there; a longer one maps what is missing. Mapped rows are what ended sequences leave: others have
-                their pages when they need them. What is left is free. With 0 all of it is, three quarters in large
-                frames if the cache has such; and where a `tenant` or `scrub` is in use on the pool.
-
-        Raises:
-            BudgetError: it is no size, or more than the pool.
-            OutOfPagesError: so much is not idle: others have it, or it is more than the cache may have.
-            DriverOutOfMemoryError: the device has less left.
-            DriverError, StreamCaptureError: a driver call failed. What was made or mapped is given back in all cases.
-            TypeError, ValueError, SequenceTooLongError: a row has no such number of tokens.
-        """
-        self.check_usable()
-        tokens = check_tokens(tokens)
-        check_length(tokens, self.max_seq_len)
-        if self.dead:
-            self.sweep()
-        pages = None if max_bytes is None else pages_within(self.pool, max_bytes)
-        return prewarm(self, pages, tokens, self.mapped_pages()) * self.page_size
 
     def trim(self) -> int:
         """Gives surplus, cached prefixes and free pages back to the system; returns the number of bytes. Those that

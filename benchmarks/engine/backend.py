@@ -80,9 +80,6 @@ class KVBackend(Protocol):
     def work(self) -> Work:
         """What the driver has done for it so far."""
 
-    def prewarm(self, tokens: int) -> None:
-        """Makes all of its memory ahead, where it has less, for sequences that usually have so many tokens."""
-
     def give_back(self) -> None:
         """Gives memory that no sequence uses back to the system, where it can."""
 

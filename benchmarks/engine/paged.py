@@ -99,9 +99,6 @@ class PagedKV:
     def work(self) -> Work:
         return Work()
 
-    def prewarm(self, tokens: int) -> None:
-        """Nothing: it has all."""
-
     def give_back(self) -> None:
         """Nothing: a pool is one tensor."""
 

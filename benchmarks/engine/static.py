@@ -45,9 +45,6 @@ class StaticKV:
     def work(self) -> Work:
         return Work()
 
-    def prewarm(self, tokens: int) -> None:
-        """Nothing: it has all."""
-
     def give_back(self) -> None:
         """Nothing: the slots are one tensor."""
 

@@ -113,9 +113,6 @@ class VmmKV:
             stats.pages_mapped,
         )
 
-    def prewarm(self, tokens: int) -> None:
-        self.cache.prewarm(tokens=tokens)
-
     def give_back(self) -> None:
         self.cache.trim()
 

@@ -4,13 +4,12 @@
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
 reported, and at shares of the rate that the block table reached there, with several seeds. Then long prompts, with the
-fastest prefill kernels of rows and of blocks. Rows begin each run without memory; those of `vmm+warm` have theirs
-before the clock starts, as blocks do. `--quick` is saturation alone, of rows, cold and warm, and blocks, in more
-rounds, with the host a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation
-alone, of rows and of blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of
-random conversations behind shared system prompts; requests start when a step has tokens left for them, so that they
-find what came before. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks
-are copied together there for torch's attention.
+fastest prefill kernels of rows and of blocks. Rows begin each run without memory; blocks have theirs before the clock
+starts. `--quick` is saturation alone, of rows and blocks, in more rounds, with the host a step ahead of the device and
+with one that waits for each step's tokens. `--reuse` is saturation alone, of rows and of blocks with a radix tree, each
+with prefix reuse and without, in rounds of all traces and of random conversations behind shared system prompts;
+requests start when a step has tokens left for them, so that they find what came before. Without a GPU it runs a tiny
+model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for torch's attention.
 
 `--unknown` and `--busy` serve at saturation in other ways, too: as if answers ended with an EOS token, which the
 schedule learns of when it has been seen; and with a host that waits, beside a thread that keeps the interpreter busy.
@@ -48,7 +47,7 @@ from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.driver.driver import open_driver
 
 from . import options
-from .measure import LONGEST, SUSPEND, WARM, Load, Progress, Settings, free_memory, serve
+from .measure import LONGEST, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .setup import GPU, HOST, describe, find_config, longest_request, make_model
@@ -71,7 +70,7 @@ class Plan(NamedTuple):
 FULL = Plan(
     [*BACKENDS, f"static+{LONGEST}", VLLM[0]], [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True
 )
-QUICK = Plan(["vmm", f"vmm+{WARM}", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
+QUICK = Plan(["vmm", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
 SHARING = Plan(
     ["vmm", "paged", "vmm+reuse", "paged+reuse", *VLLM], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
 )

@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
-REUSE, SUSPEND, LONGEST, WARM = "reuse", "suspend", "longest", "warm"
+REUSE, SUSPEND, LONGEST = "reuse", "suspend", "longest"
 """What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, of slots that are
 no longer than the longest request, which a server does not know beforehand, and of rows that have all their memory
 before the clock starts, as blocks do, mapped for sequences as long as requests are on average."""
@@ -109,7 +109,7 @@ def serve(
 
     Args:
         backends: names of backends, as `vmm`, or with the attention of others, as `vmm+fa3`, or with prefix reuse, as
-            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`, or prewarmed, as `vmm+warm`.
+            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
     """
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine | None] = {}
@@ -126,8 +126,6 @@ def serve(
             engine = engines[backend]
             if engine is None:
                 continue
-            if backend.endswith(f"+{WARM}"):
-                engine.kv.prewarm(workload.tokens // len(workload.requests))
             run, row = run_load(settings, workload, engine, load, number, reference, partial(progress, name))
             free_memory()
             if run.finished < len(run.outputs):
@@ -248,7 +246,7 @@ def run_load(
     """The workload at once, or a share of it at this share of the reference's rate, which takes about as long, with
     prompts and pauses between requests that the number of the round draws.
 
-    An engine that is not warm has no memory that it can give back when it begins; none has when it has ended.
+    No engine has memory that it can give back, neither when it begins nor when it has ended.
     """
     requests = workload.first(round((load.rate or 1) * len(workload.requests)))
     seed = settings.seed + (number if load.rate else 0)

@@ -10,14 +10,14 @@ import typer
 from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
 from benchmarks.engine.model import MODELS
 
-from .measure import LONGEST, REUSE, SUSPEND, WARM
+from .measure import LONGEST, REUSE, SUSPEND
 from .vllm_peer import VLLM
 
 CHOICES = [
     *BACKENDS,
     *(f"{name}+{REUSE}" for name in REUSING),
     *(f"{name}+{SUSPEND}" for name in SUSPENDING),
-    *(f"vmm+{WARM}", "vmm+fa3", "paged+flashinfer", f"static+{LONGEST}", *VLLM),
+    *("vmm+fa3", "paged+flashinfer", f"static+{LONGEST}", *VLLM),
 ]
 """Backends."""
 

@@ -28,8 +28,6 @@ Ratios = tuple[tuple[str, str], ...]
 BESIDE_BLOCKS: Ratios = (SPEED, CROWD, FIRST, MANAGER, TAIL, IDLE)
 PAIRS: list[tuple[str, str, Ratios]] = [
     ("vmm", "paged", BESIDE_BLOCKS),
-    ("vmm+warm", "paged", BESIDE_BLOCKS),
-    ("vmm+warm", "vmm", (SPEED, FIRST, MANAGER)),
     ("vmm", "static", (SPEED, CROWD)),
     ("vmm", "static+longest", (SPEED, CROWD)),
     ("vmm", "vllm", (SPEED, FIRST)),

@@ -49,7 +49,6 @@ ENTRIES = [
     reclaim.plan_trim,
     reclaim.plan_retired,
     reclaim.plan_trim_own,
-    reclaim.plan_stock,
     accounts.open_account,
     accounts.close_account,
     accounts.open_cache,

@@ -348,19 +348,3 @@ def plan_trim(pool: int, keep: int, most: int, ask: int) -> int:
         p.pending = 0
         return WAIT if view(ask, 1, ASK)[0].slots else DONE
     return close(pool)
-
-
-@entry
-def plan_stock(pool: int, singles: int, larges: int, ask: int) -> int:
-    """Plans to create free frames, if the budget has room for all of them. Returns a serial or `SHORT`."""
-    p = view(pool, 1, POOL)[0]
-    settle(pool, ask)
-    if singles + larges * p.large > can_create(pool, ask):
-        view(ask, 1, ASK)[0].available = can_create(pool, ask)
-        return SHORT
-    begin(pool)
-    for _ in range(larges):
-        plan_create(pool, p.large)
-    for _ in range(singles):
-        plan_create(pool, 1)
-    return close(pool)
