@@ -123,7 +123,7 @@ class Sequence(core.Sequence):
         Returns:
             whether there is room. False also for a sequence that has ended.
         """
-        return super().extend_in_place(tokens, -1 if held is None else held)
+        return (held is None or held >= 0) and super().extend_in_place(tokens, -1 if held is None else held)
 
     def fork(self) -> Sequence:
         """Starts a sequence that begins with all tokens of this one. Full pages are shared: both sequences read the
