@@ -511,8 +511,8 @@ class KVCache(Cache):
             self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
     def _reorder_scales(self, moves: dict[Any, Any]) -> None:
-        """Gives sequences the scales of others, behind whose tokens they are. Where that fails, those that were to
-        change have ended."""
+        """Copies the scales of the tokens that sequences have taken over. If that fails, ends the sequences that were to
+        change: they would have wrong scales."""
         assert self.scales is not None
         try:
             self.scales.copy({each.row: other.row for each, other in moves.items()})
@@ -754,7 +754,7 @@ class KVCache(Cache):
         return lines
 
     def tell_unclosed(self) -> None:
-        """With debugging: tells what lives where nobody has closed the cache, but not in a forked child."""
+        """With debugging: warns of live sequences if the cache was never closed; not in a forked child."""
         tells, self._tells_leaks = self._tells_leaks and self.is_open and not self.pool.word("dead"), False
         if tells and (held := self.held()):
             place = self.pool.origins[self.account_name]

@@ -1,8 +1,8 @@
 """Everything that can go wrong, as types: what was asked, what there was, what would help.
 
 After any of these the cache is as it was before the call. It is usable, too, unless the error says that it is not:
-`InvariantError`, `ForkError`, `InterruptedChangeError`, and `UseAfterFreeError` of a closed cache. All of them can be
-pickled: they cross from process to process.
+`InvariantError`, `ForkError`, and `UseAfterFreeError` of a closed cache. All of them can be pickled: they cross from
+process to process.
 """
 
 
@@ -17,7 +17,7 @@ class LayoutError(VmmkvError, ValueError):
 
 class BudgetError(VmmkvError, ValueError):
     """A budget, or another bound, that cannot be: not a size, below one page, larger than the device's memory, or less
-    than what is guaranteed. From `FramePool.close`: something still lies on the pool."""
+    than what is reserved. From `FramePool.close`: something still lies on the pool."""
 
 
 class DeviceError(VmmkvError, ValueError):
@@ -105,10 +105,6 @@ class RetentionError(VmmkvError, ValueError):
     """A `Retention` is invalid: a range is reversed or overlaps another, or a priority or time is out of range."""
 
 
-class StaleMatchError(VmmkvError, RuntimeError):
-    """A cached prefix that matched was evicted, or has moved, before it was locked."""
-
-
 class ReleasedTokensError(VmmkvError, RuntimeError):
     """Tokens that a sliding window has released are needed again."""
 
@@ -142,10 +138,6 @@ class BusyError(VmmkvError, RuntimeError):
 
 class StoppedError(VmmkvError, RuntimeError):
     """A request was added to a manager of continuous batching that was stopped, or has ended with an error."""
-
-
-class InterruptedChangeError(VmmkvError, RuntimeError):
-    """A cache was interrupted (Ctrl-C) inside a driver call, so that it is unknown whether the call was done."""
 
 
 class InvariantError(VmmkvError, AssertionError):

@@ -33,5 +33,4 @@ class Ranges:
         self.fork, self.reorder = make("fork"), make("reorder")
         self.hit = make("prefix hit")
         self.suspend, self.resume = make("suspend"), make("resume")
-        self.host_copies = make("host tier's copies")
         self.send, self.receive = make("send"), make("receive")

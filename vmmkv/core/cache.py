@@ -445,10 +445,10 @@ class Cache:
             self.state[0]["closed"] = 1
         with suppress(DeviceLostError):  # its memory is lost, too
             self._empty()
-        for each in self.addresses:
-            each.is_empty = True
-            if self.views() is None:
-                each.free()
+            for each in self.addresses:
+                each.is_empty = True
+                if self.views() is None:
+                    each.free()
         self.addresses = []  # the last view frees them
         self.is_closed = True
 

@@ -198,8 +198,8 @@ class Pool:
         return code
 
     def close_later(self, unclosed: Any) -> None:
-        """Keeps a cache that nothing holds any more, and that could not be closed, and the pool. The pool's next
-        change closes it, or whoever asks how much there is, or the next pool of the process."""
+        """Keeps a cache that nothing holds any more, and that could not be closed, and the pool. The pool
+        closes it at its next change, or when its statistics are read, or when the process makes another pool."""
         self.unclosed.append(unclosed)
         _with_unclosed.add(self)
 
