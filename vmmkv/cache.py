@@ -511,8 +511,8 @@ class KVCache(Cache):
             self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
     def _reorder_scales(self, moves: dict[Any, Any]) -> None:
-        """Copies the scales of the tokens that sequences have taken over. If that fails, ends the sequences that were to
-        change: they would have wrong scales."""
+        """Copies the scales of the tokens that sequences have taken over. If that fails, ends the sequences that were
+        to change: they would have wrong scales."""
         assert self.scales is not None
         try:
             self.scales.copy({each.row: other.row for each, other in moves.items()})
