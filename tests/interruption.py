@@ -82,7 +82,12 @@ def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
         if not is_over:
             raise KeyboardInterrupt
 
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:  # Python drops one that comes in a finalizer
+            hook(unraisable)
+
     signal.signal(signal.SIGALRM, ring)  # it stays: a signal that comes late, to another thread, ends no process
+    hook, sys.unraisablehook = sys.unraisablehook, report
     gc.disable()  # as above
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -93,5 +98,6 @@ def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
     finally:
         is_over = True  # also of what has failed: nothing is to hide that
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
         gc.enable()
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -22,26 +23,24 @@ LAYOUTS = [
 NAMES: list[dict[str, Any]] = [{}, {"salt": "a"}, {"adapter": 3}, {"tenant": b"b"}]
 
 
-def places(sequence: vmmkv.Sequence) -> set[tuple[int, int, int, int]]:
-    """The pieces of physical memory in which its tokens lie, those on pages of their own included."""
-    cache, found = sequence.cache, set()
+def places(sequence: vmmkv.Sequence) -> Counter[tuple[int, int]]:
+    """Bytes of its tokens on each physical page: (frame, page within a large frame)."""
+    cache, found = sequence.cache, Counter[tuple[int, int]]()
     for part, record in enumerate(cache.layout.record_bytes):
-        pages = -(-sequence.length * record // PAGE)
-        first = sequence.start * record // PAGE
-        frames = dict(zip(range(first, pages), frames_on(cache, sequence.row, part, first, pages).tolist()))
-        for token in range(sequence.start, sequence.length):
-            begin, end = token * record, (token + 1) * record
-            for page in range(begin // PAGE, -(-end // PAGE)):
-                low, high = max(begin, page * PAGE), min(end, (page + 1) * PAGE)
-                found.add((frames[page], page % 16, low % PAGE, high - low))
+        begin, end = sequence.start * record, sequence.length * record
+        pages = range(begin // PAGE, -(-end // PAGE))
+        for page, frame in zip(pages, frames_on(cache, sequence.row, part, pages.start, pages.stop).tolist()):
+            found[frame, page % 16] += min(end, page * PAGE + PAGE) - max(begin, page * PAGE)
     return found
 
 
 def check(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, tuple[Any, list[int], int]]) -> None:
     """Statistics, and what is known of each sequence."""
-    stats, pieces = cache.stats(), set().union(*map(places, live))
+    stats, pages = cache.stats(), Counter[tuple[int, int]]()
+    for sequence in live:
+        pages |= places(sequence)  # of a page that sequences share, those with most of their tokens there
     used = stats.pages["used"] * PAGE
-    assert stats.waste == pytest.approx(1 - sum(piece[3] for piece in pieces) / used if used else 0)
+    assert stats.waste == pytest.approx(1 - pages.total() / used if used else 0)
     assert stats.waste >= 0
     frames = cache.pool.frames[: cache.pool.word("fresh")]
     assert stats.prefix_pages == frames["pages"][frames["held"] > 0].sum()
