@@ -27,8 +27,8 @@ from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
 from .tables import TABLES
 
-DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/kernels.md", "docs/**/*.md")
-MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/kernels.md")
+DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/*.md", "docs/**/*.md")
+MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABLES.md", "benchmarks/results/kernels.md")
 """Those in which figures with units are measured ones."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),

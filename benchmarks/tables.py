@@ -203,14 +203,13 @@ def core_null(result: Result) -> str:
 
 
 def books(result: Result) -> str:
-    """The books of the compiled core beside calls by hand and today's cache."""
-    names = [name for name in ("core", "by hand", "today") if any(name in case["sides"] for case in result["cases"])]
+    """The allocator beside the same driver calls by hand, in microseconds."""
     rows = [
-        (case["case"], *(among(case["sides"].get(name)) for name in names))
+        (case["case"], *(among(case["sides"].get(name)) for name in ("core", "by hand")))
         for case in result["cases"]
         if "core" in case["sides"]
     ]
-    return markdown(("µs", *names), rows)
+    return markdown(("µs", "core", "the same driver calls by hand"), rows)
 
 
 def among(took: Result | None) -> str:
@@ -562,6 +561,20 @@ TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_gpu.json",), rates_ta
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
     TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_gpu.json",), partial(serving_table, load=load))
 TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_gpu.json",), serving_comparisons)
+
+
+@table("serve_rounds_gpu.json", "serve_rounds_qwen3_gpu.json", "serve_reuse_gpu.json")
+def rows_beside_blocks(large: Result, small: Result, reused: Result) -> str:
+    """Output tokens a second of one engine with the same kernels on both, medians of all rounds."""
+    rows = []
+    for result in (large, small, reused):
+        for name, measured in serving.by_case(result["serving"]):
+            for ours, other, with_reuse in (("vmm", "paged", ""), ("vmm+reuse", "paged+reuse", ", prefix reuse")):
+                if {ours, other} <= measured.keys():
+                    speeds = [serving.typical(measured[each], "output_tokens_per_s") or 0.0 for each in (ours, other)]
+                    case = f"{result['model']}, {name}{with_reuse}"
+                    rows.append((case, *(f"{speed:,.0f}" for speed in speeds), f"{speeds[0] / speeds[1]:.3f}"))
+    return markdown(("output tokens/s", "rows", "blocks of 16", "rows over blocks"), rows)
 
 
 @table("reuse_gpu.json")
