@@ -111,7 +111,7 @@ def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
 
 
 def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], path: Path) -> None:
-    """An SVG whose text is text and whose names do not change from run to run."""
+    """Draw an SVG with text as text, and with names that do not change from run to run."""
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ FORKED = """
     multiprocessing.get_context = lambda _: fork
     runpy.run_path(sys.argv[1], run_name="__main__")
 """
-"""Runs what starts processes: what is imported once is there in all. Who has used a GPU cannot be forked."""
+"""Run an example that starts processes with fork, so that modules are imported once. Not for a process with a GPU."""
 
 
 def for_this_transformers(source: str) -> str:
