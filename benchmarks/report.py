@@ -21,7 +21,7 @@ import typer
 
 from vmmkv.cli.output import console, errors
 
-from . import fragmentation, idle, reuse
+from . import fragmentation
 from .cited import nameless, unheld
 from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
@@ -32,8 +32,6 @@ MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABL
 """Documents in which every figure with a unit was measured."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
-    "docs/assets/reuse.svg": ("reuse_gpu.json", reuse.plot),
-    "docs/assets/idle.svg": ("idle_gpu.json", idle.plot),
     "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
 }
 
