@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 from .kernels.folders import private_folder, private_folders
 from .pool import pool_stats
+from .processes import roots, start_of
 
 INTERVAL = 0.5
 """Seconds between two snapshots."""
@@ -34,15 +34,6 @@ PATIENCE = 5.0
 """Seconds that the end of a process waits for a snapshot that is being taken."""
 MAX_BYTES = 1 << 20
 """Bytes of a record, at most."""
-
-
-def roots() -> list[Path]:
-    """Folders below which records may lie, the best one first."""
-    folders = [Path(runtime)] if (runtime := os.environ.get("XDG_RUNTIME_DIR")) else []
-    folders.append(Path("/dev/shm"))
-    with suppress(OSError):
-        folders.append(Path(gettempdir()))
-    return list(dict.fromkeys(folders))
 
 
 def publish() -> None:
@@ -178,15 +169,6 @@ def _finite(text: str) -> float:
     if not math.fabs(number) < 1 << 63:
         raise ValueError(f"{text[:20]} is no statistic")
     return number
-
-
-def start_of(pid: int) -> int | None:
-    """When a process that lives was started, in ticks since the system was: no two of one number have the same."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 _publisher: Publisher | None = None

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +16,7 @@ from rich.table import Table
 from ..publication import read_all
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
+from .pool import ledgers, read, tables
 
 COLUMNS = (
     *("process", "pool", "limit", "taken", "used", "sequences", "tokens"),
@@ -43,13 +45,19 @@ def top(
         return
     records = read_all()
     if once:
-        console.print(draw(records, []))
+        console.print(Group(draw(records, []), *shared()))
         return
     with suppress(KeyboardInterrupt), Live(draw(records, []), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             before, records = records, read_all()
-            live.update(draw(records, before), refresh=True)
+            live.update(Group(draw(records, before), *shared()), refresh=True)
+
+
+def shared() -> Iterator[Table | str]:
+    """Tables of budgets that processes share, if there are any."""
+    if paths := ledgers():
+        yield from tables([read(path) for path in paths])
 
 
 def draw(records: list[Record], before: list[Record]) -> Table | str:

@@ -374,7 +374,7 @@ class Cache:
         sequence, ask, handle = self.kind(self), Ask(), self.pool.current_handle()
         arguments = row, last, check_tokens(tokens, self.max_seq_len), expected, handle, sequence.cell.buffer_info()[0]
         code = entries.adopt_kept(self.address, *arguments, ask.address)
-        while code == NO_PAGES and self.pool.take_leased_for(ask):
+        while code == NO_PAGES and self.pool.gain_budget_for(ask):
             code = entries.adopt_kept(self.address, *arguments, ask.address)
         if code == GONE:
             return None
