@@ -53,9 +53,10 @@ def start(name: str, reserved: int) -> int:
 
 
 def work(cache: vmmkv.KVCache, random: Random) -> None:
-    """Grows and frees sequences at random for ever; what they hold is read again before they end."""
+    """Grows and frees sequences at random while its parent lives; what they hold is read again before they end."""
     live: dict[vmmkv.Sequence, float] = {}
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:
         with suppress(vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
             if not live or random.random() < 0.4:
                 sequence = cache.sequence(random.randint(1, 400))
