@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, run_python, small_driver
 from faulty import FaultyDriver
 
-from vmmkv.compiled import code, make
+from vmmkv.compiled import code
 from vmmkv.driver.calls import Calls
 from vmmkv.driver.meter import Meter
 from vmmkv.driver.table import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT

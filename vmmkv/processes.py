@@ -1,20 +1,9 @@
-"""Other processes of this user on this machine: whether they live, and where files about them lie."""
+"""Processes of this machine: whether they live, and which numbers they have."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
-from tempfile import gettempdir
-
-
-def roots() -> list[Path]:
-    """Folders below which private folders may lie, the best one first."""
-    folders = [Path(runtime)] if (runtime := os.environ.get("XDG_RUNTIME_DIR")) else []
-    folders.append(Path("/dev/shm"))
-    with suppress(OSError):
-        folders.append(Path(gettempdir()))
-    return list(dict.fromkeys(folders))
 
 
 def start_of(pid: int) -> int | None:

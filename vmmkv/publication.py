@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from .kernels.folders import private_folder, private_folders
 from .pool import pool_stats
-from .processes import roots, start_of
+from .processes import start_of
 
 INTERVAL = 0.5
 """Seconds between two snapshots."""
@@ -34,6 +35,15 @@ PATIENCE = 5.0
 """Seconds that the end of a process waits for a snapshot that is being taken."""
 MAX_BYTES = 1 << 20
 """Bytes of a record, at most."""
+
+
+def roots() -> list[Path]:
+    """Folders below which private folders may lie, the best one first."""
+    folders = [Path(runtime)] if (runtime := os.environ.get("XDG_RUNTIME_DIR")) else []
+    folders.append(Path("/dev/shm"))
+    with suppress(OSError):
+        folders.append(Path(gettempdir()))
+    return list(dict.fromkeys(folders))
 
 
 def publish() -> None:
