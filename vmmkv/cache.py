@@ -60,7 +60,7 @@ from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_vi
 from .tier.host_tier import HostTier
 from .transferring import NO_IDS, receive
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
 
 LOOKAHEAD_PAGES = 4

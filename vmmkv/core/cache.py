@@ -243,8 +243,9 @@ class Cache:
 
     def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
-        if any(each.cache is not self for each in sequences):
-            raise not_own()
+        for each in sequences:
+            if each.cache is not self:
+                raise not_own()
 
     # ------------------------------------------------------------------ tokens
 
