@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from core_rows import Row, check_all, new_cache, new_pool
 from test_neighbours import CAPACITY, SmallDevice, small_device  # noqa: F401
 
+from vmmkv.driver.driver import Driver
 from vmmkv.errors import VmmkvError
 
 
@@ -36,3 +38,14 @@ def test_pools_have_what_others_do_not_use(small_device: SmallDevice) -> None:  
     assert refused
     for cache in caches:
         check_all(cache.pool, cache)
+
+
+def test_torch_gives_back_memory_without_tensors(small_device: SmallDevice, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Before a growth is refused: after a training step torch has nearly all of a GPU."""
+    cache, held = new_cache(new_pool(CAPACITY), large=False), CAPACITY - 2
+    small_device.pages[0] = held
+    monkeypatch.setattr(Driver, "empty_torch_cache", lambda _: small_device.pages.pop(0, 0) * 4096)
+    row = Row(cache.sequence(20))
+    row.write(Random(), 0)
+    assert not small_device.pages[0]
+    row.verify()

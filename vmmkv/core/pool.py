@@ -247,9 +247,10 @@ class Pool:
         return gained
 
     def _ask_neighbours(self, pages: int) -> int:
-        """Has other pools of the same memory give up to so many free and surplus pages back to the driver. Returns how
-        many they gave."""
-        mine, given = self.driver, 0
+        """Has torch, and other pools of the same memory, give up to so many pages back to the driver that hold nothing.
+        Returns how many they gave."""
+        mine = self.driver
+        given = mine.empty_torch_cache() // mine.page_size
         for other in list(_pools):
             theirs = other.driver
             is_same = theirs.device == mine.device and theirs.table["create"] == mine.table["create"]

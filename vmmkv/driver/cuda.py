@@ -170,6 +170,13 @@ class CudaDriver(Driver):
         self.check_process()
         return torch.cuda.mem_get_info(self.device)
 
+    def empty_torch_cache(self) -> int:
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self.device)
+
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 

@@ -95,6 +95,10 @@ class Driver:
         """Free and total physical bytes of the device, now."""
         raise NotImplementedError
 
+    def empty_torch_cache(self) -> int:
+        """Has torch's allocator give memory of the device back that holds no tensor; returns the number of bytes."""
+        return 0
+
     def reserve(self, nbytes: int) -> int:
         """Reserves a virtual range and returns its address."""
         out = array("q", [0])
