@@ -197,10 +197,6 @@ def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
             )
 
 
-class AtMost(int):
-    """A number of new tokens that nobody has asked for: where a row has room for fewer, these will do."""
-
-
 def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
     """How many new tokens a request of so many gets: those that it asks for, or as many as a row has room for.
 
@@ -214,8 +210,7 @@ def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
         raise ArgumentError(f"got max_new_tokens={new!r}; give a whole number") from None
     if wanted < 1:
         raise ArgumentError(f"got max_new_tokens={new}; it must be 1 or more")
-    is_asked = not (new is None or isinstance(new, AtMost))
-    least, room = wanted if is_asked else 1, max_seq_len - tokens
+    least, room = 1 if new is None else wanted, max_seq_len - tokens
     if room < least:
         raise SequenceTooLongError(
             f"asked for {tokens} tokens and {least} new ones; a row is {max_seq_len} long. "
