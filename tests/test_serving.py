@@ -489,11 +489,6 @@ def test_an_answer_that_another_model_ends_says_so(llama: str, tmp_path: Path, m
         asyncio.run(two(address))
 
 
-def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
-    state = serving.RowState(pytest.fail, continuous_batching=True)
-    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
-
-
 # ---------------------------------------------------------------------- start and end
 
 
@@ -547,9 +542,10 @@ def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
     assert not started.call_args.args[0].is_running()
 
 
-def test_a_server_of_what_is_not_text_starts() -> None:
-    """transformers transcribes with a model of sound, and knows no modality of it."""
+def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
+    """Models of pictures, and of sound, for which transformers knows no modality."""
     state = serving.RowState(pytest.fail, continuous_batching=True)
+    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
     models = serving.ModelManager(device="cpu")
     whisper = SimpleNamespace(model=type("WhisperForConditionalGeneration", (), {})(), processor=object())
     models.loaded_models["whisper@main"] = whisper  # type: ignore[assignment]
