@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -172,24 +172,26 @@ async def leave(model: str, server: openai.AsyncOpenAI, prompt: str) -> None:
     await stream.close()
 
 
+async def ask_all(model: str, address: str, asked: list[Answer], left: Sequence[str] = ()) -> list[str]:
+    """The texts that clients get, half of them in chats and half streamed, while others leave."""
+    async with client(address) as server:
+        waiting = [
+            ask(model, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
+            for number, answer in enumerate(asked)
+        ]
+        got = await asyncio.gather(*waiting, *(leave(model, server, prompt) for prompt in left))
+    return [text for text in got[: len(asked)] if text]
+
+
 @pytest.mark.filterwarnings(  # the client's, of a stream that is closed while the event loop ends
     "ignore:Exception ignored in. <async_generator object Response:pytest.PytestUnraisableExceptionWarning"
 )
 def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, llama: str) -> None:
     """Of whom some stream, and eight go away in the middle; memory goes back, as `vmmkv top` and Prometheus see."""
     expected = answers(56)
-
-    async def all_at_once() -> list[str | None]:
-        async with client(address) as server:
-            asked = [
-                ask(llama, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
-                for number, answer in enumerate(expected)
-            ]
-            left = [leave(llama, server, answer.prompt) for answer in expected[:8]]
-            return await asyncio.gather(*asked, *left)
-
     with patch.object(RowManager, "cancel_request", autospec=True, side_effect=RowManager.cancel_request) as cancel:
-        assert asyncio.run(all_at_once())[:56] == [answer.text for answer in expected]
+        left = [answer.prompt for answer in expected[:8]]
+        assert asyncio.run(ask_all(llama, address, expected, left)) == [answer.text for answer in expected]
         with calls(RowManager, "_generation_loop_body") as until:
             until(lambda: len({call.args[1] for call in cancel.call_args_list}) == 8)
             until(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
@@ -206,21 +208,12 @@ def test_on_a_gpu_clients_get_the_text_of_generate_from_graphs(tmp_path: Path) -
     """Which the server has made of decode and prompts before they ask; none is made while it serves."""
     name, expected = save("llama-gqa-wide", tmp_path), answers(40, "llama-gqa-wide", "cuda")
     capture = ModelRunner._capture_graph
-
-    async def all_at_once() -> list[str]:
-        async with client(address) as server:
-            asked = [
-                ask(name, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
-                for number, answer in enumerate(expected)
-            ]
-            return await asyncio.gather(*asked)
-
     with patch.object(ModelRunner, "_capture_graph", autospec=True, side_effect=capture) as captured:
         with server(name, "--max-bytes", "1GiB", "--max-seq-len", "300", device="cuda:0") as address:
             before = captured.call_count
             assert before > 40  # of each size two, since one batch is made while another runs
             for _ in range(2):
-                assert asyncio.run(all_at_once()) == [answer.text for answer in expected]
+                assert asyncio.run(ask_all(name, address, expected)) == [answer.text for answer in expected]
         assert captured.call_count == before
 
 
@@ -231,9 +224,6 @@ def published() -> dict[str, Any] | None:
     return next((pool for pool in pools if pool["limit_bytes"] == 256 << 20), None)
 
 
-@pytest.mark.filterwarnings(  # the client's, of a stream that is closed while the event loop ends
-    "ignore:Exception ignored in. <async_generator object Response:pytest.PytestUnraisableExceptionWarning"
-)
 def test_200_clients_that_disconnect_leave_no_request_and_no_row(llama: str) -> None:
     """At random moments, on every path, whether or not the answer is streamed. Others are answered meanwhile."""
     [answer], random = answers(1), Random()

@@ -174,17 +174,17 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
-    """Runs the requests of one model at a time in batches on rows. A request has a name of its own here: clients choose
-    `x-request-id`, and two may choose the same."""
+    """Runs the requests of one model at a time in batches on rows. Requests get new names: clients choose
+    `x-request-id`, and two clients may choose the same."""
 
     _cb: Any
 
     def init_cb(self, model: Any, gen_config: Any = None, *, warm_up: bool = False) -> None:
-        """Starts the batches of a model, and ends those of another. The first request decides nothing for the others.
+        """Starts the batches of a model, and ends those of another model.
 
         Args:
             model: a model on rows.
-            gen_config: not used; transformers gives that of the first request.
+            gen_config: ignored; transformers gives the first request's, for all requests.
             warm_up: make all CUDA graphs first, which takes seconds.
         """
         if self._cb is not None and self._cb.model is not model:
@@ -221,12 +221,10 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
             try:
                 streamer.put(output)
                 error = output.error
-            except Exception as failed:  # of a tokenizer or a parser; the client would wait for ever
+            except Exception as failed:  # a tokenizer or a parser failed; the client would wait for ever
                 error = str(failed)
-            if error is not None:
-                texts.put_nowait(
-                    _StreamError(json.dumps(error)[1:-1])
-                )  # transformers writes it between quotes as it is
+            if error is not None:  # transformers puts the message into JSON as it is
+                texts.put_nowait(_StreamError(json.dumps(error)[1:-1]))
             elif output.is_finished():
                 streamer.end()
 
@@ -259,8 +257,8 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     def _add(
         self, name: str, ids: list[int], config: GenerationConfig, tell: Callable[[Any], None], *, streaming: bool
     ) -> None:
-        """Adds a request, which is cancelled if it still runs at the end of its HTTP request. Its config says from now
-        on how many tokens there is room for, which is how transformers finds out that an answer was cut off.
+        """Adds a request, and cancels it at the end of its HTTP request if it still runs then. Lets `config` ask for no
+        more tokens than the row has room for, so that transformers sees that an answer was cut off.
 
         Raises:
             UnsupportedError, ArgumentError, SequenceTooLongError, StoppedError: the request is refused.
@@ -295,11 +293,11 @@ def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:
 
 
 def _build(models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
-    """Makes transformers' app, and adds what is ours. A model that is loaded already is warmed up.
+    """Makes transformers' app with `/metrics`, errors as JSON and `EndWithClient`. Warms up the model that is loaded.
 
     Raises:
-        UnsupportedError: that model cannot run on rows.
-        BudgetError: there is no memory for its K and V.
+        UnsupportedError: the model cannot run on rows.
+        BudgetError: there is no memory for the model's K and V.
     """
     state: RowState = options["generation_state"]
     for name, loaded in models.loaded_models.items():
@@ -369,7 +367,8 @@ class EndWithClient:
 
 
 class EndingServer(uvicorn.Server):
-    """A server that ends its batches first, so that clients who wait are told, and passes over further signals."""
+    """A server that ends its batches before its connections, so that each client gets an error, and that ignores
+    further signals."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
