@@ -8,7 +8,7 @@ wrong place shows as a wrong answer, and so does one that is reused and should n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -72,16 +72,16 @@ class Replay:
         self._is_shared = any(request.blocks for request in self.requests)
         self.batching = Batching(self.cache, self.requests, self.cache.max_sequences, self._start)
 
-    def run(self) -> Iterator[int]:
-        """Runs to the end; yields how many requests have finished after each step."""
-        finished = 0
+    def run(self, advance: Callable[[int], None]) -> None:
+        """Runs to the end, and calls `advance` with the number of tokens whenever some were added."""
+        self._advance = advance
         while self.batching.waiting or self.batching.running:
             self.batching.admit()
             self.batching.decode()
             self._write_tokens()
             self._observe()
-            finished += self.batching.retire()
-            yield finished
+            advance(len(self.batching.running))
+            self.batching.retire()
         self.cache.check()
 
     def _start(self, request: Request, generated: int) -> Sequence:
@@ -98,6 +98,7 @@ class Replay:
             sequence.commit(ids)
         if len(self.cached) < len(self.requests) and request is self.requests[len(self.cached)]:
             self.cached.append(sequence.cached_tokens)
+        self._advance(sequence.length)
         return sequence
 
     def _write_prompt(self, sequence: Sequence) -> None:
