@@ -1,4 +1,4 @@
-"""The command `vmmkv demo`: the main job, on a laptop or a GPU, checked against float64."""
+"""The command `vmmkv demo`: continuous batching on a laptop or a GPU, checked against float64."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SMALL_PAGE = 64 << 10
 ERROR_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Relative errors of attention that rounding can explain."""
 REQUESTS = 300
-"""That are replayed, unless others are asked for."""
+"""Requests that are replayed by default."""
 HOST_TOKENS = 100_000
-"""And on the host no more of a trace than come to so many: prompts may be long."""
+"""Tokens of a trace that are replayed on the host by default: prompts may be long."""
 STATIC_TOKENS = 8192
-"""What static reservation keeps for each sequence, or the longest request where that is more."""
+"""Tokens that a static reservation keeps for each sequence, or those of the longest request if that is longer."""
 LABELS = {
     "static": ("static reservation", "any"),
     "block_table_16": ("block table, 16 tokens", "with block tables"),
@@ -100,7 +100,7 @@ def demo(
 
 
 def _chosen(found: list[Request], requests: int | None, device: str | None) -> list[Request]:
-    """The requests of a trace that are replayed; says how many these are."""
+    """The requests of a trace that are replayed; prints how many."""
     work = found[: requests or REQUESTS]
     if requests is None and open_driver(device).device.type == "cpu":
         before = accumulate((request.total for request in work), initial=0)
@@ -124,7 +124,7 @@ def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens:
         max_bytes=max_bytes,
         device=driver.device,
         page_size=page_size,
-        large_frames=False,  # so that it can be told what becomes of each page
+        large_frames=False,  # so that the picture shows single pages
     )
 
 

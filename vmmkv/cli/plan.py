@@ -24,7 +24,7 @@ from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
 DEFAULT_SEQ_LEN = 8192
-"""Of a model whose config names no longest sequence."""
+"""Tokens of the longest sequence, if the config names none."""
 
 
 def plan(
@@ -300,5 +300,5 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _sizes(sizes: int | Sequence[int]) -> str:
-    """Of all layers, or those of different layers."""
+    """The size of all layers, or the different sizes."""
     return " or ".join(map(str, sorted(set(sizes)))) if isinstance(sizes, Sequence) else str(sizes)

@@ -49,7 +49,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> GenerationConfig:
-    """A config whose `top_k` is the vocabulary at most. `generate` takes a larger one for that; a batch would fail."""
+    """A config with a `top_k` of the vocabulary at most. `generate` takes a larger one for that; a batch would fail."""
     if vocabulary is not None and isinstance(config.top_k, int) and config.top_k > vocabulary:
         config = copy.deepcopy(config)
         config.top_k = vocabulary
