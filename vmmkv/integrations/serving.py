@@ -61,7 +61,7 @@ PER_REQUEST = {
 }  # fmt: skip
 """Settings of a `GenerationConfig` that may differ between requests of one batch; the last three mean nothing there."""
 NEUTRAL = NOT_IN_BATCHES | {"repetition_penalty": (1,)}
-"""Values of other settings that change nothing where the model has none."""
+"""Values of other settings with which a batch does what it does anyway, also where the model has another."""
 END_SECONDS = 2
 """How long connections may stay open behind the end of the batches, which take two seconds at most."""
 LEAVING: ContextVar[ExitStack] = ContextVar("LEAVING")
@@ -266,7 +266,8 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         batches, handlers = self._cb, self._cb.output_router.result_handlers
         check_shared(config, batches.model.generation_config)
         room = max(1, batches.options.max_seq_len - len(ids))
-        config.max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
+        new = config.max_new_tokens
+        config.max_new_tokens = room if new is None or (isinstance(new, int) and new > room) else new
         how = sampling(batches, config)
         batches.register_result_handler(name, tell)
         try:
@@ -286,7 +287,7 @@ def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:
         if name in PER_REQUEST or not name[0].isalpha() or value is None:
             continue
         own = getattr(shared, name, None)
-        if value != own and not (own is None and value in NEUTRAL.get(name, ())):
+        if value != own and value not in NEUTRAL.get(name, ()):
             raise UnsupportedError(
                 f"asked for {name}={value!r}; all requests of a batch share the model's {name}={own!r}. Leave it out"
             )
