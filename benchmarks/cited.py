@@ -1,9 +1,9 @@
-"""Figures in prose, looked for in the result files that a paragraph names.
+"""Finds figures in prose in the result files that their paragraph names.
 
 A figure of three digits or more must be in one of these files, as it is or in other units, to as many digits as are
 written: 4,239 for 4239.2, 15.9 ms for 0.01587 s, 12.4 % for 0.1239. Figures of one or two digits, and paragraphs that
-name no file, are left to their readers; but where all figures are measured, those with a unit stand in a paragraph that
-names a file, or in a section whose first one does.
+name no file, are not checked; but in documents of measurements a figure with a unit needs a file, named in its
+paragraph or in the first paragraph of its section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 UNITS = 1, 1e3, 1e6, 1e-3, 1e-6, 1e-9, 100, 2**-10, 2**-20, 2**-30
 CURVE = 64
-"""Numbers in a list that is drawn, and not told."""
+"""Length of a list of numbers that is a curve of a plot, and is not searched."""
 FIGURE = r"(?<![\w.,#-])\d[\d,]*(?:\.\d+)?(?![\w#-]|[.,]\d)"
 DIGITS = 3
 MEASURED = re.compile(r"(?<![\w.,#-])\d[\d,]*(?:\.\d+)? ?(?:ms|µs|[GT]B/s|TFLOP/s|%|tokens/s|x(?! \d)|times)(?![\w/])")
@@ -30,7 +30,7 @@ NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->|^\|.*?$|\]\([^)]*\)|^\[[^\]]*\]:.*
 
 
 def unheld(text: str, results: Path) -> list[str]:
-    """What a document says that no file holds: figures, and files that are missing."""
+    """Figures that are in none of the files that their paragraph names, and missing files."""
     found = []
     for paragraph in paragraphs(text):
         names = sorted(set(NAME.findall(paragraph)))
@@ -48,7 +48,7 @@ def unheld(text: str, results: Path) -> list[str]:
 
 
 def nameless(text: str) -> list[str]:
-    """Figures with units of which a document does not say what file holds them, and how their paragraphs begin."""
+    """Paragraphs with measured figures that name no file, nor does the first paragraph of their section."""
     found = []
     for section in re.split(r"^#+ .*$", GENERATED.sub("", text), flags=re.MULTILINE):
         first, *others = paragraphs(section.strip())
@@ -60,12 +60,12 @@ def nameless(text: str) -> list[str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """The prose of a document; each point of a list is a paragraph."""
+    """The paragraphs of a document; each point of a list is one."""
     return re.split(r"\n\s*\n|\n(?=- )", NOT_PROSE.sub("", text))
 
 
 def digits(figure: str) -> str:
-    """The significant ones, with zeros at the end."""
+    """The significant digits, with zeros at the end."""
     return re.sub(r"[,.]", "", figure).lstrip("0")
 
 
@@ -85,7 +85,7 @@ def shown(path: Path) -> list[float]:
 
 
 def numbers_of(value: Any) -> Iterator[float]:
-    """All numbers in an object, those in its words included."""
+    """All numbers in an object, those in strings included."""
     if isinstance(value, dict):
         yield from numbers_of([*value, *value.values()])
     elif isinstance(value, list):

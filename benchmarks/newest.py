@@ -1,4 +1,4 @@
-"""Which result file a table is written from, where kinds of GPUs have one each: the newest."""
+"""Chooses the newest result file of a table, among those of several kinds of GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = "_gpu.json"
 
 
 def newest(results: Path, source: str) -> Path:
-    """The file of a source; where there is none, a path with the source's own name."""
+    """The newest file of a source, or a path with the source's own name if there is none."""
     name = source.removesuffix(GPU)
     kinds = re.compile(rf"{re.escape(name)}_[a-z]+\d+\.json")
     found = [path for path in results.glob(f"{name}_*.json") if source.endswith(GPU) and kinds.fullmatch(path.name)]
@@ -32,6 +32,6 @@ def caption(paths: list[Path]) -> str:
 
 
 def facts(path: Path) -> dict[str, str]:
-    """What a result file says of where, when and with which code it was measured."""
+    """The device, date and commit of a result file."""
     found: dict[str, str] = json.loads(path.read_text()).get("environment", {})
     return found

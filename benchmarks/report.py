@@ -1,11 +1,11 @@
-"""Writes the tables in the README and docs, and the plots, from the result files: no figure is typed by hand.
+"""Writes tables and plots in the README, in docs/ and beside the results from the result files.
 
     python -m benchmarks.report [--check]
 
 A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
-has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
-digest of its result file and is drawn anew when that changes. Figures in prose are looked for in the result files that
-their paragraph names; where figures are measured ones, it has to name one.
+has a function for each name. If a result file is missing, the text between them stays. A plot contains the digest of
+its result file and is drawn anew when the digest changes. Figures in prose must be in the result files that their
+paragraph names; in the documents of `MEASURING` each paragraph with a measured figure must name a file.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ import typer
 
 from vmmkv.cli.output import console, errors
 
-from . import fragmentation, idle, reuse
+from . import fragmentation
 from .cited import nameless, unheld
 from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
 from .tables import TABLES
 
-DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/kernels.md", "docs/**/*.md")
-MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/kernels.md")
-"""Those in which figures with units are measured ones."""
+DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/*.md", "docs/**/*.md")
+MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABLES.md", "benchmarks/results/kernels.md")
+"""Documents in which every figure with a unit was measured."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
-    "docs/assets/reuse.svg": ("reuse_gpu.json", reuse.plot),
-    "docs/assets/idle.svg": ("idle_gpu.json", idle.plot),
     "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
 }
 
@@ -42,7 +40,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DO
 
 
 def fill(text: str, results: Path) -> tuple[str, set[str]]:
-    """A document with its tables written anew, and the result files that it would need but that are missing.
+    """Write the tables of a document anew; return it, and the missing result files.
 
     Raises:
         ValueError: a table has no function, or no end.
@@ -71,13 +69,12 @@ def fill(text: str, results: Path) -> tuple[str, set[str]]:
 
 
 def documents(root: Path) -> list[Path]:
-    """All that have tables, or may."""
+    """All documents that may have tables."""
     return sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
 
 
 def uncited(root: Path) -> list[str]:
-    """Figures in prose that no file holds, or for which none is named, and files that are named and missing, by
-    document."""
+    """Figures in prose without a result file that holds them, and missing files, each with its document."""
     found = [(path, what) for path in documents(root) for what in unheld(path.read_text(), root / RESULTS)]
     measuring = [root / name for name in MEASURING if (root / name).exists()]
     found += [(path, what) for path in measuring for what in nameless(path.read_text())]
@@ -85,7 +82,7 @@ def uncited(root: Path) -> list[str]:
 
 
 def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
-    """Writes what is out of date, or only finds it; returns its paths, and the result files that are missing."""
+    """Write the documents that are out of date, unless `check`; return their paths, and the missing result files."""
     stale: list[str] = []
     missing: set[str] = set()
     for path in documents(root):
@@ -111,7 +108,7 @@ def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
 
 
 def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], path: Path) -> None:
-    """An SVG whose text is text and whose names do not change from run to run."""
+    """Draw an SVG with text as text, and with names that do not change from run to run."""
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What `benchmarks.report` writes: a function per table, from result files to Markdown.
+"""The tables that `benchmarks.report` writes: a function for each, from result files to Markdown.
 
 A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads;
 one of several results goes into `TABLES`.
@@ -56,7 +56,7 @@ class Table:
 
     sources: tuple[str, ...]
     write: Callable[..., str | None]
-    """None: it cannot be told here, and the text stays."""
+    """Returns None if the result lacks the table; the text on the page then stays."""
 
 
 TABLES: dict[str, Table] = {}
@@ -71,11 +71,11 @@ def table(*sources: str) -> Callable[[Callable[..., str | None]], Callable[..., 
 
 
 NOT_MEASURED = "Not measured yet."
-"""Of what is newer than a result."""
+"""The cell for measurements that a result lacks."""
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table; of what no result has a line of, that it was not measured."""
+    """A Markdown table, or `NOT_MEASURED` without rows."""
     rows = list(rows)
     if not rows:
         return NOT_MEASURED
@@ -92,7 +92,7 @@ def comparisons_table(rows: Iterable[Result]) -> str:
 
 @table("batching_gpu.json", "batching_qwen3_gpu.json", "generate_gpu.json", "demo_azure_gpu.json")
 def headline(large: Result, small: Result, generated: Result, replayed: Result) -> str:
-    """Figures of ours, each beside those of its peers: of a transformers cache the fastest way to decode with it."""
+    """The main figures beside those of others; for each transformers cache the fastest way to decode with it."""
     steps = {
         cache: min(float(step_ms(cell)) for cell in cells)
         for cache in ("VmmCache", "StaticCache", "DynamicCache")
@@ -120,7 +120,7 @@ def headline(large: Result, small: Result, generated: Result, replayed: Result) 
 
 
 def batching_line(result: Result) -> tuple[str, str, str]:
-    """Tokens a second of continuous batching, compiled on rows, and of others with the same requests and memory."""
+    """Tokens a second of compiled continuous batching on rows, and of others with the same requests and memory."""
     served = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in result["served"]}
     of_vllm = [row["tokens_per_s"] for row in result["vllm"]["served"]]
     vllm = f"{median(of_vllm):,.0f} by vLLM {result['vllm']['version']}" if of_vllm else "vLLM not run"
@@ -203,23 +203,22 @@ def core_null(result: Result) -> str:
 
 
 def books(result: Result) -> str:
-    """The books of the compiled core beside calls by hand and today's cache."""
-    names = [name for name in ("core", "by hand", "today") if any(name in case["sides"] for case in result["cases"])]
+    """The allocator beside the same driver calls by hand, in microseconds."""
     rows = [
-        (case["case"], *(among(case["sides"].get(name)) for name in names))
+        (case["case"], *(among(case["sides"].get(name)) for name in ("core", "by hand")))
         for case in result["cases"]
         if "core" in case["sides"]
     ]
-    return markdown(("µs", *names), rows)
+    return markdown(("µs", "core", "the same driver calls by hand"), rows)
 
 
 def among(took: Result | None) -> str:
-    """Microseconds, and where four of five lie."""
+    """Microseconds, and in brackets the range of four rounds in five."""
     return f"{took['us']:,.1f} ({took['p10_us']:,.1f} to {took['p90_us']:,.1f})" if took else ""
 
 
 def ranged(row: Result, name: str) -> str:
-    """Microseconds, and, but for older results, where four of five lie."""
+    """Microseconds, and in brackets the range of four rounds in five, which older results lack."""
     low, high = (row.get(f"{name}_{quantile}_us") for quantile in ("p10", "p90"))
     return f"{row[f'{name}_us']:.1f}" + (f" ({low:.1f} to {high:.1f})" if low is not None else "")
 
@@ -311,7 +310,7 @@ def attention_comparisons(result: Result, small: Result) -> str:
 
 
 def grouped(case: str) -> str:
-    """The numbers of a case with thousands set apart."""
+    """The numbers of a case with thousands separators."""
     return " x ".join(f"{int(number):,}" for number in case.split(" x "))
 
 
@@ -442,7 +441,7 @@ def generate_table(
 
 @table("fragmentation.json")
 def fragmentation_waste(result: Result) -> str:
-    """At the largest budget, which waste does not depend on."""
+    """Waste at the largest budget; it does not depend on the budget."""
 
     def cell(row: Result) -> str:
         if "error" in row:
@@ -510,25 +509,25 @@ def static_reservation(result: Result) -> str:
 
 
 def serving_table(result: Result, load: str) -> str | None:
-    """The first trace under a load, by the end of the load's name; None: the run was cut off before it."""
+    """The first trace under a load with this end of its name, or None if the run ended before it."""
     tables = serving_tables(result, load)
     return tables[0] if tables else None
 
 
 def rates_tables(result: Result) -> str | None:
-    """A table for each rate; None: the run was cut off before any."""
+    """A table for each rate, or None if the run ended before the first."""
     return "\n\n".join(serving_tables(result, "load")) or None
 
 
 def serving_tables(result: Result, load: str) -> list[str]:
-    """A table for each trace and load whose name ends so, of the backends that finished a request."""
+    """A table for each trace and load with this end of its name, of the backends that finished a request."""
     ended = [row for row in result["serving"] if row["finished"]]
     cases = [case for case in serving.by_case(ended) if case[0].endswith(load)]
     return [markdown((name, *backends), serving.figure_lines(backends)) for name, backends in cases]
 
 
 def prompts_table(result: Result) -> str | None:
-    """None: the run was cut off before any."""
+    """The table of long prompts, or None if the run ended before the first."""
     columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
     return markdown(columns, map(serving.prompt_line, result["prefill"])) if result["prefill"] else None
 
@@ -562,6 +561,20 @@ TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_gpu.json",), rates_ta
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
     TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_gpu.json",), partial(serving_table, load=load))
 TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_gpu.json",), serving_comparisons)
+
+
+@table("serve_rounds_gpu.json", "serve_rounds_qwen3_gpu.json", "serve_reuse_gpu.json")
+def rows_beside_blocks(large: Result, small: Result, reused: Result) -> str:
+    """Output tokens a second of one engine with the same kernels on both, medians of all rounds."""
+    rows = []
+    for result in (large, small, reused):
+        for name, measured in serving.by_case(result["serving"]):
+            for ours, other, with_reuse in (("vmm", "paged", ""), ("vmm+reuse", "paged+reuse", ", prefix reuse")):
+                if {ours, other} <= measured.keys():
+                    speeds = [serving.typical(measured[each], "output_tokens_per_s") or 0.0 for each in (ours, other)]
+                    case = f"{result['model']}, {name}{with_reuse}"
+                    rows.append((case, *(f"{speed:,.0f}" for speed in speeds), f"{speeds[0] / speeds[1]:.3f}"))
+    return markdown(("output tokens/s", "rows", "blocks of 16", "rows over blocks"), rows)
 
 
 @table("reuse_gpu.json")
@@ -668,7 +681,7 @@ def handing_over(result: Result) -> str:
 
 @table()
 def cache_sizes() -> str:
-    """Arithmetic: `KVLayout`, and the formula that the claims page gives."""
+    """Sizes by arithmetic, from `KVLayout`."""
     cases = {
         f"Llama-2-13B (40 layers, 40 KV heads of 128), {BLOCK_TOKENS} tokens": (KVLayout(40, 40, 128), BLOCK_TOKENS),
         "32 layers, 32 KV heads of 64, 4 x 2,048 tokens": (KVLayout(32, 32, 64, torch.float16), 4 * 2048),

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT, run_python, small_driver
 from faulty import FaultyDriver
 
-from vmmkv.compiled import code, make
+from vmmkv.compiled import code
 from vmmkv.driver.calls import Calls
 from vmmkv.driver.meter import Meter
 from vmmkv.driver.table import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT
@@ -164,9 +164,8 @@ def test_what_a_wheel_ships_is_loaded_and_needs_no_folder(copied: Path, tmp_path
     assert "compiling" in use(copied, no_folder)  # for this process alone
     shipped = copied / "vmmkv" / "compiled" / "machine_code"
     shipped.mkdir(exist_ok=True)
-    for library in make.LIBRARIES:
-        script = copied / "vmmkv" / "compiled" / "make.py"
-        subprocess.run([sys.executable, "-P", str(script), library, str(shipped)], check=True)
+    script = copied / "vmmkv" / "compiled" / "make.py"
+    subprocess.run([sys.executable, "-P", str(script), "vmmkv.driver.entries", str(shipped)], check=True)
     assert use(copied, no_folder) == ""
 
 

@@ -59,7 +59,7 @@ class Model:
         self.device.finish()
         for fence, _ in self.fences:
             assert fence.passed()
-            assert not fence.is_pending
+            assert not fence.slots
 
     def some_streams(self) -> list[Stream]:
         most = self.random.choice([1, 2, len(self.device.streams)])
@@ -95,7 +95,7 @@ class Model:
         """A fence that waits for more than it stands for was merged, or has lost its event to a later one."""
         for fence, points in self.fences:
             assert not fence.passed() or self.is_done(points)
-            assert fence.is_pending or self.is_done(points)
+            assert fence.slots or self.is_done(points)
             later = Counter(self.device.recorded[self.exact.get(fence, 0) :])
             if fence in self.exact and all(later[stream] < EVENTS for stream in points):
                 assert fence.passed() == self.is_done(points)

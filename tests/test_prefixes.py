@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import resource
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from random import Random
@@ -22,6 +23,7 @@ from simulated_device import SimulatedDevice
 from test_driver import limited
 
 import vmmkv
+from vmmkv.arguments import ids_of
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 RANGES = vmmkv.KVLayout(3, [2, 1, 2], 24, torch.float32, layers_per_range=1)  # records that do not divide pages
@@ -679,3 +681,48 @@ def test_a_known_page_that_there_is_no_room_to_copy_is_written_to(known: int) ->
     sequence = cache.sequence(token_ids=[1] * known + [2] * (32 - known))
     assert (sequence.length, sequence.cached_tokens, taken.length) == (32, known, 36 * 8)
     cache.check()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_ids_in_an_array_are_not_copied(dtype: Any) -> None:
+    ids = np.arange(1000, dtype=dtype)
+    assert ids_of(ids) is ids
+    with vmmkv.KVCache(vmmkv.KVLayout(2, 2, 16, torch.float32), 4, 1200, max_bytes="16MiB", device="cpu") as cache:
+        first = cache.sequence(token_ids=ids)
+        first.commit(ids)
+        assert cache.sequence(token_ids=ids.tolist()).cached_tokens == 999
+        assert cache.sequence(token_ids=ids).cached_tokens == 999
+
+
+def test_a_hit_takes_few_python_calls() -> None:
+    """Whatever its length: a call takes half a microsecond."""
+    ids = np.random.default_rng().integers(1000, size=8 * 63 + 9)
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)
+    with vmmkv.KVCache(
+        layout, 8, 2000, max_bytes=3000 * 4096, device="cpu", page_size=4096, large_frames=False
+    ) as cache:
+        first = cache.sequence(token_ids=ids)
+        assert calls_of(lambda: first.commit(ids)) <= 30
+        found: list[vmmkv.Sequence] = []
+        assert calls_of(lambda: found.append(cache.sequence(token_ids=ids))) <= 60
+        assert found[0].cached_tokens == 8 * 64
+        first.free()
+        found.pop().free()
+        assert calls_of(lambda: found.append(cache.sequence(token_ids=ids))) <= 40  # a chat's next turn
+        assert found[0].cached_tokens == 8 * 64
+
+
+def calls_of(operation: Callable[[], object]) -> int:
+    """The number of Python functions that are called."""
+    count = -1  # the operation itself
+
+    def notice(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(notice)
+    try:
+        operation()
+    finally:
+        sys.setprofile(None)
+    return count

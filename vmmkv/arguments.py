@@ -86,7 +86,7 @@ def check_flags(**flags: object) -> None:
             raise ArgumentError(f"got {name}={value!r}; it is True or False")
 
 
-Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.integer[Any]]
 Item = TypeVar("Item")
 
 
@@ -205,6 +205,8 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     Raises:
         ArgumentError, ValueError: it is none, or negative.
     """
+    if type(tokens) is int and tokens >= 0:  # each growth comes here
+        return tokens
     tokens = as_index(name, tokens)
     if tokens < 0:
         hint = "; to drop tokens use truncate" if name == "tokens" else ""
@@ -230,7 +232,7 @@ def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
 
 
 def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
-    """Ids as 64-bit integers, side by side.
+    """Ids as integers of 32 or 64 bits, side by side; arrays of such are not copied.
 
     Raises:
         ArgumentError: no array.
@@ -243,4 +245,4 @@ def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
         raise ShapeError(f"asked for the tokens of an array of shape {ids.shape}; give ids of one sequence, [tokens]")
     if ids.dtype != np.int64 and (ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64)):
         raise DtypeError(f"got token ids of {ids.dtype}; they are integers below 2**63, which int64 holds")
-    return np.ascontiguousarray(ids, np.int64)
+    return np.ascontiguousarray(ids, np.int32 if ids.dtype == np.int32 else np.int64)

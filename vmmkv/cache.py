@@ -60,7 +60,7 @@ from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_vi
 from .tier.host_tier import HostTier
 from .transferring import NO_IDS, receive
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
 
 LOOKAHEAD_PAGES = 4
@@ -802,7 +802,7 @@ class KVCache(Cache):
         account = self.pool.accounts[self.account]
         used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
         others = self.pool.word("committed") - committed
-        return max(min(int(account["limit"]), self.pool.limit_pages - others) - used, 0)
+        return max(min(int(account["limit"]), self.pool.attainable_pages - others) - used, 0)
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
@@ -850,7 +850,7 @@ class KVCache(Cache):
         if self.pool.unclosed:
             self.pool.close_again()
         if self.pool.word("pending"):  # an interruption has left it: the next plan books it
-            self.pool.limit_to(self.pool.limit_pages)
+            self.pool.limit_to(self.pool.word("budget"))
         with self.pool.lock:  # guests alone know how often they hold a frame
             held = Counter(dict(enumerate(self.pool.frames["held"][: self.pool.word("fresh")].tolist())))
             held[self.pool.word("staged") - 1] -= 1  # by the pool itself

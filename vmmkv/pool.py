@@ -17,6 +17,8 @@ from .core.pool import NO_LIMIT_PAGES, Pool
 from .core.tables import ACCOUNT
 from .driver.driver import Driver, fork_error, open_driver
 from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
+from .ledger import Ledger, device_name, path_of
+from .lending import Lender
 from .nvtx import Ranges
 from .pool_picture import draw_accounts
 from .stats import AccountStats, FramePoolStats
@@ -55,9 +57,17 @@ class FramePool(Pool):
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
             GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
+        shared: the name of a budget that this user's processes on the device share; None is a budget of this process
+            alone. The first process sets the limit. Memory that holds no live tokens in one process goes to another
+            that lacks it; each process makes its own memory, and none reads that of another. torch memory pools take
+            only what is granted to this process already.
+        reserved: with `shared`, bytes that this process can have at any time, as in `max_bytes`; shares are of the
+            limit.
 
     Raises:
-        BudgetError: the limit is no size, below one page, or larger than the device.
+        ArgumentError: `shared` is no name, or there is `reserved` without it.
+        BudgetError: the limit is no size, below one page, or larger than the device; or what is reserved cannot be had;
+            or the file of the shared budget cannot be used.
         LayoutError: there is no such page.
         DeviceError: there is no such device.
     """
@@ -68,8 +78,12 @@ class FramePool(Pool):
         *,
         device: str | torch.device | None = None,
         page_size: int | None = None,
+        shared: str | None = None,
+        reserved: float | str = 0,
     ) -> None:
-        self.open_on(open_driver(device, page_size), max_bytes)
+        if shared is None and reserved:
+            raise ArgumentError(f"got reserved={reserved!r} without shared; a pool by itself has all of max_bytes")
+        self.open_on(open_driver(device, page_size), max_bytes, shared, reserved)
 
     @classmethod
     def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
@@ -78,11 +92,15 @@ class FramePool(Pool):
         pool.open_on(driver, max_bytes)
         return pool
 
-    def open_on(self, driver: Driver, max_bytes: float | str) -> None:
-        """Opens the pool on a driver, with so many bytes."""
+    def open_on(
+        self, driver: Driver, max_bytes: float | str, shared: str | None = None, reserved: float | str = 0
+    ) -> None:
+        """Opens the pool on a driver, with so many bytes; see the constructor."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
-        super().__init__(driver, pages_within(driver, max_bytes), poison=self.is_debugged)
+        pages = pages_within(driver, max_bytes)
+        path = None if shared is None else path_of(shared, device_name(driver.device))
+        super().__init__(driver, pages if path is None else 0, poison=self.is_debugged)
         self.is_shared = True
         """Whether several may lie on it; otherwise it ends with its one cache or tensor."""
         self.number = next(_numbers)
@@ -96,6 +114,9 @@ class FramePool(Pool):
         self.origins: dict[str, str] = {}
         """With debugging, by name: where each was made."""
         self._kinds: dict[str, itertools.count[int]] = {}
+        self.lender: Lender | None = None
+        if path is not None:
+            self.lender = Lender(self, Ledger(path, pages * self.page_size), reserved)
         _pools[self.number] = self
 
     def name(self, holder: Holder) -> str:
@@ -119,8 +140,14 @@ class FramePool(Pool):
 
     @property
     def limit_pages(self) -> int:
-        """The most pages that it may take, at present."""
-        return self.word("budget")
+        """The most pages that it may take, at present: of a shared budget, all processes together."""
+        return self.lender.limit // self.page_size if self.lender else self.word("budget")
+
+    @property
+    def attainable_pages(self) -> int:
+        """The most pages that it can have now: of a shared budget, those that other processes neither use nor have
+        reserved."""
+        return self.lender.attainable // self.page_size if self.lender else self.word("budget")
 
     def memory_info(self) -> tuple[int, int]:
         """The bytes that shares of the pool refer to, and its bytes in all: both are its limit."""
@@ -141,7 +168,8 @@ class FramePool(Pool):
         """Sets how much the pool may take, up or down. Memory beyond that goes back to the system before this returns.
 
         `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now
-        plus what the pool already holds.
+        plus what the pool already holds. The limit of a shared budget counts for all of its processes, which give
+        memory back soon after this returns.
 
         Raises:
             BudgetError: it is not a size, or below one page, or larger than the device, or less than what is reserved.
@@ -150,6 +178,9 @@ class FramePool(Pool):
             DriverError: a driver call failed. The limit is set; the rest can be trimmed.
         """
         self.check_usable()
+        if self.lender:
+            self.lender.set_limit(pages_within(self.driver, max_bytes, held=self.limit_pages) * self.page_size)
+            return
         held = (self.word("created") + self.word("leased")) * self.page_size
         limit = pages_within(self.driver, max_bytes, held=held)
         reserved = int(self.accounts["reserved"].sum())

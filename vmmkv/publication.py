@@ -25,6 +25,7 @@ from typing import Any
 
 from .kernels.folders import private_folder, private_folders
 from .pool import pool_stats
+from .processes import start_of
 
 INTERVAL = 0.5
 """Seconds between two snapshots."""
@@ -35,7 +36,7 @@ KEYS = {"pid", "start", "command", "time", "pools"}
 
 
 def roots() -> list[Path]:
-    """Folders below which records may lie, the best one first."""
+    """Folders below which private folders may lie, the best one first."""
     folders = [Path(runtime)] if (runtime := os.environ.get("XDG_RUNTIME_DIR")) else []
     folders.append(Path("/dev/shm"))
     with suppress(OSError):
@@ -149,15 +150,6 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
                     yield record
                 else:
                     path.unlink()
-
-
-def start_of(pid: int) -> int | None:
-    """When a live process started, in ticks since the system did: tells processes apart that had the same number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 _publisher: Publisher | None = None

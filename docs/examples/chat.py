@@ -1,4 +1,4 @@
-"""Prefixes that are reused: a chat that goes on on its own row, a system prompt that many have in common."""
+"""Prefix reuse: a chat that goes on in its own row, and a system prompt that many prompts have in common."""
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def is_right(sequence: vmmkv.Sequence, ids: np.ndarray) -> bool:
 # --8<-- [start:first]
 ids = tokenize(1000)  # what the user says
 chat = cache.sequence(token_ids=ids)  # room for all of it
-assert chat.cached_tokens == 0  # nobody has begun like this
+assert chat.cached_tokens == 0  # no sequence has begun like this
 compute(chat, ids)
 for _ in range(50):  # what the model says
     token = tokenize(1)
@@ -75,24 +75,11 @@ assert cache.stats().pages["used"] == pages + 8
 assert all(is_right(user, question) for user, question in zip(users, questions))
 cache.free([first, *users])
 
-# --8<-- [start:part]
 again = np.append(questions[0][:2000], tokenize(100))  # goes another way within a page
 with cache.sequence(token_ids=again) as branch:
     assert branch.cached_tokens == 2000  # a copy of what the page holds up to there
     compute(branch, again[2000:])
-    # --8<-- [end:part]
     assert is_right(branch, again)
-
-# --8<-- [start:salt]
-with cache.sequence(token_ids=system, salt="customer 7") as apart:
-    assert apart.cached_tokens == 0
-with cache.sequence(token_ids=system, adapter="french") as other_model:
-    assert other_model.cached_tokens == 0
-with cache.sequence(token_ids=system, tenant="company B") as stranger:
-    assert stranger.cached_tokens == 0  # and nothing of others lies where its rows are mapped
-with cache.sequence(token_ids=system, reuse=False) as secret:
-    assert secret.cached_tokens == 0
-# --8<-- [end:salt]
 
 # --8<-- [start:retention]
 document = tokenize(4096)
@@ -107,7 +94,6 @@ with cache.sequence(token_ids=document) as reader:
     )
 # --8<-- [end:retention]
 
-# --8<-- [start:decoded]
 config = vmmkv.RetentionConfig(
     (vmmkv.Retention(0, 100, priority=80),),  # of the prompt; the rest of it has 35
     decode_priority=10,  # what is generated goes first
@@ -119,14 +105,11 @@ with cache.sequence(token_ids=question) as asked:
     asked.extend(len(answer))
     compute(asked, answer)
     asked.commit(np.append(question, answer), retention=config.of_sequence(len(question)))
-# --8<-- [end:decoded]
 
-# --8<-- [start:stats]
 stats = cache.stats()
 print(f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} tokens were there")
 print(f"{stats.prefix_pages} pages are known, {stats.pages['surplus']} are surplus, and can be had by others")
-cache.trim()  # gives up all that nobody uses
+cache.trim()  # gives surplus back
 assert cache.stats().prefix_pages == 0
-# --8<-- [end:stats]
 cache.check()
 cache.close()

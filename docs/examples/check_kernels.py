@@ -16,7 +16,6 @@ def masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     # --8<-- [end:masked]
 
 
-# --8<-- [start:sliced]
 def sliced(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     """Looks at the tokens alone."""
     out = torch.zeros_like(q)
@@ -24,7 +23,6 @@ def sliced(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         scores = torch.einsum("qhd,thd->hqt", q[row], k[row, :length]) * q.shape[3] ** -0.5
         out[row] = torch.einsum("hqt,thd->qhd", scores.softmax(-1), v[row, :length])
     return out
-    # --8<-- [end:sliced]
 
 
 # --8<-- [start:check]

@@ -29,9 +29,7 @@ results = model.generate_batch(prompts)
 # --8<-- [end:enable]
 assert [result.generated_tokens for result in results.values()] == expected
 
-# --8<-- [start:name]
 output = model.generate(torch.tensor([prompts[0]]), cache_implementation="paged")  # [1, prompts, tokens]
-# --8<-- [end:name]
 assert output[0, 0].tolist() == prompts[0] + expected[0]
 
 # --8<-- [start:manager]

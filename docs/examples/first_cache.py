@@ -25,13 +25,11 @@ assert seq.k(0).data_ptr() == address
 assert torch.equal(seq.k(0)[:1000], k)
 # --8<-- [end:stable]
 
-# --8<-- [start:attention]
 seq.truncate(1000)
 q = torch.randn(1, 8, 1, 64, device=cache.device)
 on_row = scaled_dot_product_attention(q, seq.k(0).transpose(0, 1)[None], seq.v(0).transpose(0, 1)[None])
 on_copy = scaled_dot_product_attention(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
 torch.testing.assert_close(on_row, on_copy)
-# --8<-- [end:attention]
 
 # --8<-- [start:adopt]
 calls = cache.stats().driver_calls

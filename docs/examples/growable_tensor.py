@@ -22,10 +22,8 @@ returned = log.trim()  # and go back to the system here
 assert memory_allocated(log.device) == held - returned
 # --8<-- [end:shrink]
 
-# --8<-- [start:budget]
 try:
     log.resize(1 << 20)  # 4 GiB
 except vmmkv.OutOfPagesError as error:
     print(error)
 assert len(log) == 100  # as before
-# --8<-- [end:budget]

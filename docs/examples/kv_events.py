@@ -32,13 +32,10 @@ for event in cache.events(timeout=1.0):  # waits a second at most; None: for as 
 # --8<-- [end:drain]
 
 
-# --8<-- [start:follow]
 async def follow(log: EventLog) -> None:
     async for event in log:
         print(event)
 
-
-# --8<-- [end:follow]
 
 # --8<-- [start:tenant]
 with cache.sequence(token_ids=prompt, tenant="acme", salt="chat") as seq:
@@ -99,9 +96,7 @@ print(topic, int.from_bytes(number, "big"), [(event["type"], len(event["block_ha
 # --8<-- [end:subscribe]
 assert [(event["type"], len(event["block_hashes"])) for event in events] == [("BlockStored", 4)]
 
-# --8<-- [start:close]
 publisher.close()
 cache.close()
-# --8<-- [end:close]
 router.close(linger=0)
 asyncio.run(follow(log))  # ends soon: the log was closed with the cache

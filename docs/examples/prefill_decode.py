@@ -101,7 +101,6 @@ def alone(model: Model, cache: KVCache, prompt: list[int]) -> list[int]:
     return tokens
 
 
-# --8<-- [start:processes]
 def serve(rank: int, store: str, on_gpus: bool) -> None:
     """What each process runs."""
     torch.set_num_threads(1)  # small matrices
@@ -116,7 +115,6 @@ def serve(rank: int, store: str, on_gpus: bool) -> None:
     else:
         cache = KVCache(LAYOUT, 16, 4096, max_bytes="12MiB", device=device)  # of 6 pages, in each of them 1,024 tokens
         found = decode(model, cache, len(prompts))
-        # --8<-- [end:processes]
         assert found == [alone(model, cache, prompt) for prompt in prompts]
         print(f"{len(prompts)} prompts from {PREFILL} to {DECODE}: the same tokens as in one process")
     dist.barrier()

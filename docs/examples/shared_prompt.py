@@ -1,4 +1,4 @@
-"""Samples of one prompt: its sequence is forked, and what fills whole pages lies in memory once."""
+"""Samples of one prompt: its sequence is forked, and full pages lie in memory once."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,7 +19,7 @@ samples = cache.fork_many(prompt, 7)  # all of them or none; one alone is prompt
 assert all(torch.equal(sample.k(0), k) for sample in samples)
 
 pages = cache.stats().pages["used"]
-assert pages == 16 + 8  # the full ones once, the one that is not full for each
+assert pages == 16 + 8  # full pages once, the last page for each
 assert (cache.page_map() == vmmkv.SHARED_PAGE).sum() == 16
 # --8<-- [end:fork]
 
@@ -33,25 +33,21 @@ for _ in range(20):  # the prompt's own sequence is one sample more
 assert cache.stats().pages["used"] == pages  # 72 tokens lie in each one's own page
 # --8<-- [end:decode]
 
-# --8<-- [start:attention]
 q = torch.randn(1, 8, 1, 64, device=cache.device)
 sample = samples[0]  # its row has no holes, and no table: any kernel reads it
 out = scaled_dot_product_attention(q, sample.k(0).transpose(0, 1)[None], sample.v(0).transpose(0, 1)[None])
-# --8<-- [end:attention]
 assert out.shape == (1, 8, 1, 64)
 
-# --8<-- [start:truncate]
-sample.truncate(1000)  # into what is shared: nothing happens yet, it only reads less
+sample.truncate(1000)  # into shared pages: it only reads less
 assert cache.stats().pages["used"] == pages - 1
 
-sample.extend(1)  # now it is to write there, so it has what it keeps for its own first: a copy
+sample.extend(1)  # before it may write there, it gets a copy of the page
 sample.k(0)[1000] = 0.0
 assert torch.equal(sample.k(0)[:1000], k[:1000])
-assert torch.equal(prompt.k(0)[:2100], k)  # nobody else sees it
-# --8<-- [end:truncate]
+assert torch.equal(prompt.k(0)[:2100], k)  # other sequences do not see it
 
 # --8<-- [start:unshare]
-cache.unshare([sample], start=500)  # to change old tokens in one of them, too
+cache.unshare([sample], start=500)  # before old tokens are written over
 sample.k(0)[500:] = 1.0
 assert torch.equal(prompt.k(0)[:2100], k)
 # --8<-- [end:unshare]
@@ -59,22 +55,18 @@ assert torch.equal(prompt.k(0)[:2100], k)
 # --8<-- [start:reorder]
 beams = [prompt, *samples[1:4]]
 before = [beam.k(0).clone() for beam in beams]
-cache.reorder(beams, [2, 0, 0, 3])  # each holds what the one named did; rows, and their addresses, stay
+cache.reorder(beams, [2, 0, 0, 3])  # beam i holds the tokens of the named one; rows stay
 assert all(torch.equal(beam.k(0), before[index]) for beam, index in zip(beams, [2, 0, 0, 3]))
 # --8<-- [end:reorder]
 
-# --8<-- [start:stats]
 stats = cache.stats()
 print(f"{stats.tokens:,} tokens of {stats.rows['live']} sequences take {stats.token_bytes >> 20} MiB row by row,")
 print(f"and lie in {stats.pages['used'] * cache.page_size >> 20} MiB: each page counts once")
-# --8<-- [end:stats]
 assert stats.token_bytes > stats.pages["used"] * cache.page_size
 
-# --8<-- [start:free]
-prompt.free()  # what others share stays
+prompt.free()  # pages that others share stay
 assert torch.equal(samples[1].k(0)[:2100], k)
-cache.free(samples)  # the last one leaves it
+cache.free(samples)  # the last one frees the page
 assert cache.stats().pages["used"] == 0
-# --8<-- [end:free]
 cache.check()
 cache.close()

@@ -39,13 +39,11 @@ assert torch.equal(model.generate(prompt, cache=cache, **options), expected)
 assert kv_cache.stats().driver_calls == calls  # the next batch is on the pages of the last
 # --8<-- [end:reset]
 
-# --8<-- [start:pool]
 pool = vmmkv.FramePool("50%")  # of the memory that is free now
 target, draft = (VmmCache(each.config, max_seq_len=131_072, pool=pool) for each in (model, model))
 for shared in (target, draft):
     assert torch.equal(model.generate(prompt, cache=shared, **options), expected)
 assert pool.stats().holders == 2
-# --8<-- [end:pool]
 
 # --8<-- [start:copy]
 cache.reset()

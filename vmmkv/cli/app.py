@@ -14,6 +14,7 @@ from .demo import demo
 from .info import info
 from .output import errors
 from .plan import plan
+from .pool import pool
 from .serve import serve
 from .top import top
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (info, plan, demo, top, check_kernel):
+for command in (info, plan, demo, top, pool, check_kernel):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 

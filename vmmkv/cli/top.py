@@ -8,12 +8,15 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from ..publication import read_all
 from .options import JsonOutput
 from .output import console, format_bytes, print_json
+from .pool import ledgers, read, tables
 
 WIDTHS = {
     "limit": 9, "taken": 9, "used": 9, "sequences": 10, "tokens": 11, "cached": 7, "ahead": 7, "driver": 7, "mapper": 7,
@@ -42,15 +45,21 @@ def top(
     if json_output:
         print_json(records)
         return
-    table = draw(records, [])
+    shown = Group(draw(records, []), *shared())
     if not once:
-        with suppress(KeyboardInterrupt), Live(table, console=console, auto_refresh=False, screen=True) as live:
+        with suppress(KeyboardInterrupt), Live(shown, console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(interval)
                 before, records = records, read_all()
-                table = draw(records, before)
-                live.update(table, refresh=True)
-    console.print(table)
+                shown = Group(draw(records, before), *shared())
+                live.update(shown, refresh=True)
+    console.print(shown)
+
+
+def shared() -> Iterator[Table | str]:
+    """Tables of budgets that processes share, if there are any."""
+    if paths := ledgers():
+        yield from tables([read(path) for path in paths])
 
 
 def draw(records: list[Record], before: list[Record]) -> Text:

@@ -243,8 +243,9 @@ class Cache:
 
     def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
-        if any(each.cache is not self for each in sequences):
-            raise not_own()
+        for each in sequences:
+            if each.cache is not self:
+                raise not_own()
 
     # ------------------------------------------------------------------ tokens
 
@@ -374,7 +375,7 @@ class Cache:
         sequence, ask, handle = self.kind(self), Ask(), self.pool.current_handle()
         arguments = row, last, check_tokens(tokens, self.max_seq_len), expected, handle, sequence.cell.buffer_info()[0]
         code = entries.adopt_kept(self.address, *arguments, ask.address)
-        while code == NO_PAGES and self.pool.take_leased_for(ask):
+        while code == NO_PAGES and self.pool.gain_budget_for(ask):
             code = entries.adopt_kept(self.address, *arguments, ask.address)
         if code == GONE:
             return None

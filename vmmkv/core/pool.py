@@ -87,6 +87,16 @@ class Lessee(Protocol):
         """Pages of what is leased that exist."""
 
 
+class Lends(Protocol):
+    """A source of budget beyond a pool's own: see `vmmkv.lending`."""
+
+    def borrow(self, pages: int) -> int:
+        """Raises the pool's budget by so many pages, or by none; returns by how many."""
+
+    def end(self) -> None:
+        """Takes note that the pool has no memory any more."""
+
+
 class Ask:
     """Numbers to and from a compiled call: see `vmmkv.core.tables.ASK`."""
 
@@ -114,6 +124,8 @@ class Pool:
         gave."""
         self.leases: list[Lessee] = []
         """Users that create pages themselves."""
+        self.lender: Lends | None = None
+        """What the budget is borrowed from, if the pool shares it with other processes."""
         self.lock: Any = threading.RLock()
         """The planning lock, held from the plan of a change to its commit."""
         self.copying: Any = threading.RLock()
@@ -180,7 +192,7 @@ class Pool:
                     code = entries.commit(self.address, code, ask.address)
                     if code == FAILED:
                         error = self.failure(ask)
-            if code == NO_PAGES and self.take_leased_for(ask):
+            if code == NO_PAGES and self.gain_budget_for(ask):
                 continue
             if code != WAIT and code != SHORT and code != FAILED:
                 break
@@ -286,7 +298,8 @@ class Pool:
             )
         while self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
             budget = pages if account < 0 else self.word("budget") - reserved
-            if not self.take_leased(self.word("committed") - budget):
+            missing = self.word("committed") - budget
+            if not (self.take_leased(missing) if account < 0 else self.gain_budget(missing)):
                 raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
             self.release(self.word("created") - max(pages - self.word("leased"), 0))
@@ -330,10 +343,15 @@ class Pool:
             given += lessee.give(max(pages - given, 0))
         return given
 
-    def take_leased_for(self, ask: Ask) -> bool:
-        """Takes back leased pages for a plan that was refused for want of pages. Returns whether there were any."""
+    def gain_budget(self, pages: int) -> int:
+        """Takes back leased pages that do not exist, and borrows budget for the rest. Returns how many pages."""
+        given = self.take_leased(pages)
+        return given + (self.lender.borrow(pages - given) if self.lender and given < pages else 0)
+
+    def gain_budget_for(self, ask: Ask) -> bool:
+        """Gains budget for a plan that was refused for want of pages. Returns whether there was any."""
         missing = ask.words[ASKED] - self.word("budget") + self.word("committed")
-        return missing > 0 and self.take_leased(missing) > 0
+        return missing > 0 and self.gain_budget(missing) > 0
 
     def unstage(self) -> None:
         """Drops a copy that was left in the staging range."""
@@ -358,6 +376,8 @@ class Pool:
             self.unstage()
             self.trim_to()
             self.driver.free(self.staging, LARGE * self.driver.page_size)
+        if self.lender is not None:
+            self.lender.end()
         with self.lock:
             self.is_open = False
         _pools.discard(self)
@@ -374,7 +394,7 @@ class Pool:
         ask = Ask()
         while (code := entry(address, limit, reserved, ask.address)) == NO_LIMIT:
             left = ask.words[AVAILABLE]
-            if not self.take_leased(reserved - left):
+            if not self.gain_budget(reserved - left):
                 raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
         if code == FULL:
             raise BudgetError(f"a pool has at most {SLOTS} caches and {SLOTS} accounts at a time; close some")

@@ -31,7 +31,7 @@ def part_from(cache: Cache, ticket: int, pages: list[int], token: int) -> None:
     with cache.pool.copying:
         cache.pool.unstage()
         while (code := entries.can_part(cache.address, ticket, firsts.buffer_info()[0], token, ask.address)) < 0:
-            if code != NO_PAGES or not cache.pool.take_leased_for(ask):
+            if code != NO_PAGES or not cache.pool.gain_budget_for(ask):
                 raise cache.error(code, ask)
         for part, page in enumerate(pages):
             while _step(cache, ticket, part, page):

@@ -87,11 +87,6 @@ class Fence:
             driver.slot_streams[slot] = stream
         return cls(driver, slots, tick)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether it had not passed at the last query. Makes no query."""
-        return self.slots != 0
-
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
         if self.slots and self.driver:  # asked of every row with spare pages, and few have any

@@ -17,10 +17,6 @@ class Meter:
         self.spent = np.zeros((len(NAMES), 2), np.int64)
         """By name: calls, and nanoseconds in all. Compiled code adds to it."""
 
-    def add(self, name: str, count: int, nanoseconds: int) -> None:
-        """Adds a run of calls; a clock reading for each would cost as much as the code around it."""
-        self.spent[NAMES.index(name)] += count, nanoseconds
-
     def count(self, name: str) -> int:
         """How many calls of one name there were."""
         return int(self.spent[NAMES.index(name), 0])

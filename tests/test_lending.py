@@ -1,0 +1,374 @@
+"""One budget for several processes: `FramePool(shared=...)`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROUNDS, run_python
+from typer.testing import CliRunner
+
+import vmmkv
+from vmmkv import ledger, lending
+from vmmkv.cli.app import app
+from vmmkv.kernels.folders import cache_folder
+from vmmkv.ledger import LINE, Book, Ledger
+
+PAGE = 4096
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)
+"""8 tokens of it fill a page."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with machine code, and without ledgers."""
+    (tmp_path / "vmmkv").mkdir()
+    for path in cache_folder().glob("*.bc"):
+        (tmp_path / "vmmkv" / path.name).symlink_to(path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vmmkv" / "pools"
+
+
+class Process:
+    """A pool with a cache: two of them in a process have two lines, as those of two processes."""
+
+    def __init__(self, pages: int, **options: Any) -> None:
+        self.pool = vmmkv.FramePool(pages * PAGE, device="cpu", page_size=PAGE, shared="one", **options)
+        self.cache = vmmkv.KVCache(LAYOUT, 16, 8000, pool=self.pool, lookahead=0, large_frames=False)
+
+    def close(self) -> None:
+        self.cache.close()
+        self.pool.close()
+
+    @property
+    def granted(self) -> int:
+        """Pages that the ledger grants."""
+        with self.pool.lender.ledger.locked() as book:  # type: ignore[union-attr]
+            return int(book.mine["granted"]) // PAGE
+
+
+SETTLING = 5 * 10**8
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Process, Process]]:
+    monkeypatch.setattr(ledger, "SETTLING", SETTLING)
+    monkeypatch.setattr(lending, "SWEEP", 2)
+    both = Process(100), Process(100)
+    yield both
+    for each in both:
+        each.close()
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.01)
+
+
+def test_surplus_goes_to_the_process_that_lacks_it(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    parked = first.cache.sequence(8 * 90)
+    parked.free()
+    assert first.pool.stats().physical_bytes == 90 * PAGE
+    live = second.cache.sequence(8 * 95)
+    live.k(0).fill_(1)
+    assert first.pool.word("created") <= 5
+    assert first.granted + second.granted <= 100
+
+
+def test_live_tokens_stay(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    kept = first.cache.sequence(8 * 60)
+    kept.k(0).fill_(3)
+    wait_until(lambda: second.cache.available_pages == 40)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        second.cache.sequence(8 * 41)
+    rest = second.cache.sequence(8 * 40)
+    assert rest.length + kept.length == 800
+    assert (kept.k(0) == 3).all()
+    with pytest.raises(vmmkv.OutOfPagesError):
+        kept.extend(8)
+    assert kept.length == 8 * 60
+
+
+def test_what_is_reserved_can_be_had_at_any_time() -> None:
+    first = Process(100)
+    kept = first.cache.sequence(8 * 50)
+    with pytest.raises(vmmkv.BudgetError, match="reserve"):
+        Process(100, reserved=60 * PAGE)
+    second = Process(100, reserved="40%")
+    with pytest.raises(vmmkv.OutOfPagesError):
+        kept.extend(8 * 20)
+    kept.extend(8 * 10)
+    reserved = second.cache.sequence(8 * 40)
+    assert reserved.length + kept.length == 800
+    with pytest.raises(vmmkv.BudgetError, match="reserve"):
+        Process(100, reserved=61 * PAGE)
+    for each in (first, second):
+        each.close()
+
+
+def test_the_limit_changes_while_processes_run(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    first.cache.sequence(8 * 60).free()
+    kept = first.cache.sequence(8 * 10)
+    second.pool.set_limit(50 * PAGE)
+    wait_until(lambda: first.granted + second.granted <= 50)
+    assert first.pool.stats().limit_bytes == 50 * PAGE
+    wait_until(lambda: second.cache.available_pages == 40)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        kept.extend(8 * 41)
+    kept.extend(8 * 40)
+
+
+def test_a_limit_of_another_process_is_taken_over() -> None:
+    first, second = Process(100), Process(30)
+    assert second.pool.limit_pages == 100
+    for each in (first, second):
+        each.close()
+
+
+def make_book(limit: int, *lines: dict[str, int]) -> Book:
+    made = np.zeros(len(lines), LINE)
+    for number, line in enumerate(lines):
+        made[number]["pid"] = number + 1
+        for name, value in line.items():
+            made[number][name] = value
+    return Book(np.array((0, 0, limit, 0, 0), ledger.HEADER), made, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_processes_that_all_want_memory_have_shares_in_proportion_to_reserves(seed: int) -> None:
+    """However large their pieces are, and in whatever order they come."""
+    random = Random(seed)
+    reserves = [random.randint(1, 100) for _ in range(4)]
+    limit = 10 * sum(reserves)
+    book = make_book(limit, *({"reserved": each, "granted": each} for each in reserves))
+    piece = 5
+    for _ in range(10_000):
+        book.number = random.randrange(4)
+        book.others = np.arange(4) != book.number
+        for line in book.lines:
+            line["wanted"], line["since"] = piece, time.monotonic_ns()
+        book.take(piece)
+    assert book.free < piece
+    for line, reserve in zip(book.lines, reserves):
+        assert line["granted"] >= reserve * 10 - 4 * piece
+
+
+def test_what_no_other_process_wants_goes_to_the_one_that_wants_it() -> None:
+    book = make_book(100, {"granted": 90, "reserved": 1}, {"granted": 0, "reserved": 9})
+    assert book.take(10)
+    assert not book.take(1)
+
+
+def test_processes_that_are_killed_lose_nothing() -> None:
+    """At random moments. What is granted never exceeds the limit, and in the end one process can have all."""
+    child = run_python(KILLED, str(12 * ROUNDS))
+    assert (child.returncode, child.stderr) == (0, "")
+
+
+KILLED = """
+    import os, random, signal, time
+    import lending_process as process
+
+    children = [process.start("many", random.choice([0, 10])) for _ in range(4)]
+    visitor = process.visitor("many")
+    for _ in range(int(sys.argv[1])):
+        time.sleep(random.uniform(0.01, 0.1))
+        victim = random.randrange(4)
+        os.kill(children[victim], signal.SIGKILL)
+        for _ in range(20):
+            with visitor.locked() as book:
+                assert book.free >= 0
+                time.sleep(random.uniform(0, 0.001))
+        assert os.waitpid(children[victim], 0)[1] == signal.SIGKILL
+        children[victim] = process.start("many", random.choice([0, 10]))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    visitor.close()
+    cache = process.make_cache("many", 0)
+    cache.sequence(8 * process.LIMIT).free()
+    cache.close()
+    cache.pool.close()
+"""
+
+
+def test_a_process_that_is_stopped_is_not_waited_for() -> None:
+    child = run_python(STOPPED)
+    assert (child.returncode, child.stderr) == (0, "")
+
+
+STOPPED = """
+    import os, signal, time
+    import lending_process as process, vmmkv
+
+    child = process.start("one", 0)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGSTOP)
+    cache = process.make_cache("one", 0)
+    try:
+        sequence = cache.sequence(8 * process.LIMIT)
+    except vmmkv.OutOfPagesError:
+        pass
+    else:
+        raise AssertionError("it has memory that another process holds")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    cache.sequence(8 * process.LIMIT).free()
+    cache.close()
+    cache.pool.close()
+"""
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "short":
+        path.write_bytes(data[:100])
+    elif how == "gone":
+        path.unlink()
+    else:
+        data[:8] = os.urandom(8)
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["short", "gone", "noise"])
+def test_a_damaged_ledger_is_made_anew(pair: tuple[Process, Process], folder: Path, how: str) -> None:
+    first, second = pair
+    kept = first.cache.sequence(8 * 60)
+    (path,) = folder.iterdir()
+    damage(path, how)
+    wait_until(lambda: first.granted >= 60 and second.cache.available_pages == 40)
+    time.sleep(SETTLING / 1e9)
+    rest = second.cache.sequence(8 * 40)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        rest.extend(8)
+    assert first.pool.limit_pages == 100
+    kept.free()
+
+
+def test_a_file_of_this_user_alone(pair: tuple[Process, Process], folder: Path) -> None:
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(vmmkv.BudgetError, match="No space left"):
+        Process(100)
+
+
+def test_a_ledger_that_cannot_be_used_grants_nothing(pair: tuple[Process, Process], folder: Path) -> None:
+    first, _ = pair
+    sequence = first.cache.sequence(8 * 10)
+    (path,) = folder.iterdir()
+    path.unlink()
+    path.mkdir()
+    try:
+        with pytest.raises(vmmkv.OutOfPagesError):
+            sequence.extend(8 * 50)
+        sequence.extend(8 * (first.pool.word("budget") - 10))
+    finally:
+        path.rmdir()
+
+
+@pytest.mark.parametrize("name", ["-/", "a/b", "..\0", "x" * 65, 7])
+def test_names_that_are_none_are_refused(name: Any) -> None:
+    with pytest.raises(vmmkv.ArgumentError, match="shared"):
+        vmmkv.FramePool(100 * PAGE, device="cpu", page_size=PAGE, shared=name)
+
+
+def test_reserved_needs_a_name() -> None:
+    with pytest.raises(vmmkv.ArgumentError, match="reserved"):
+        vmmkv.FramePool(100 * PAGE, device="cpu", page_size=PAGE, reserved=PAGE)
+
+
+def test_processes_of_another_container_are_refused(pair: tuple[Process, Process], monkeypatch: Any) -> None:
+    monkeypatch.setattr(ledger, "namespace", lambda: 1)
+    with pytest.raises(vmmkv.BudgetError, match="container"):
+        Process(100)
+
+
+def test_a_forked_child_leaves_the_parents_line_alone(folder: Path) -> None:
+    child = run_python(
+        """
+        import os, vmmkv
+        pool = vmmkv.FramePool(100 * 4096, device="cpu", page_size=4096, shared="one", reserved=10 * 4096)
+        if pid := os.fork():
+            assert os.waitpid(pid, 0)[1] == 0
+            with pool.lender.ledger.locked() as book:
+                print(book.mine["granted"] // 4096, book.others.sum())
+        else:
+            del pool
+            import gc; gc.collect()
+        """
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    granted, others = map(int, child.stdout.split())
+    assert 10 <= granted <= 12
+    assert others == 0
+
+
+def test_a_pool_that_is_dropped_leaves_no_line_and_no_thread(folder: Path) -> None:
+    with vmmkv.KVCache(
+        LAYOUT, 2, 80, pool=vmmkv.FramePool(9 * PAGE, device="cpu", page_size=PAGE, shared="one"), lookahead=0
+    ) as cache:
+        cache.sequence(20)
+        assert [*folder.glob("one@*")]
+    del cache
+    wait_until(lambda: not [*folder.glob("one@*")])
+
+
+def test_a_visitor_has_no_line(pair: tuple[Process, Process], folder: Path) -> None:
+    (path,) = folder.iterdir()
+    visitor = Ledger(path)
+    with visitor.locked() as book:
+        assert (book.lines["pid"] == os.getpid()).sum() == 2
+    lending.change_limit(visitor, 60 * PAGE)
+    assert pair[0].cache.available_pages <= 100
+    with pytest.raises(vmmkv.BudgetError, match="does not use"):
+        lending.change_reserve(visitor, 1, PAGE)
+    visitor.close()
+    wait_until(lambda: pair[0].pool.limit_pages == 60)
+
+
+def test_the_command_shows_and_changes_budgets(pair: tuple[Process, Process]) -> None:
+    kept = pair[0].cache.sequence(8 * 20)
+    wait_until(lambda: pair[1].cache.available_pages == 80)
+    (shown,) = json.loads(invoke("pool", "--json"))
+    assert shown["limit"] == 100 * PAGE
+    assert sorted(line["used"] for line in shown["processes"]) == [0, 20 * PAGE]
+    invoke("pool", "one", "--limit", str(50 * PAGE), "--reserve", f"{os.getpid()}={PAGE}")
+    (shown,) = json.loads(invoke("pool", "one", "--json"))
+    assert shown["limit"] == 50 * PAGE
+    assert [line["reserved"] for line in shown["processes"]] == [PAGE, 0]
+    assert "reserved" in invoke("pool")
+    assert "reserved" in invoke("top", "--once")
+    with pytest.raises(vmmkv.ArgumentError, match="none"):
+        invoke("pool", "another", "--limit", "1GiB")
+    kept.free()
+
+
+def invoke(*words: str) -> str:
+    result = CliRunner().invoke(app, [*words])
+    if isinstance(result.exception, vmmkv.VmmkvError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -1,0 +1,91 @@
+"""The command `vmmkv pool`: budgets that processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..budget import parse_bytes
+from ..errors import ArgumentError
+from ..ledger import Ledger, folder
+from ..lending import change_limit, change_reserve
+from .options import JsonOutput
+from .output import console, format_bytes, make_table, print_json
+
+COLUMNS = "process", "granted", "used", "surplus", "reserved", "wanted"
+HINT = "No process of yours shares a budget; one that makes vmmkv.FramePool(shared=NAME) is shown here."
+
+
+def pool(
+    name: Annotated[str, typer.Argument(help="A budget's name, or NAME@DEVICE; all without one.")] = "",
+    limit: Annotated[str | None, typer.Option(help="Set the limit of all processes: bytes, 60GiB.")] = None,
+    reserve: Annotated[str | None, typer.Option(help="Reserve memory for a process: PID=8GiB.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Show budgets that your processes share (`FramePool(shared=NAME)`), or change one while they run.
+
+    `granted` is memory that a process may hold, `used` the part with live tokens and reservations of its caches,
+    `surplus` the rest, which goes to processes that lack memory, as far as it is not `reserved`.
+    """
+    paths = ledgers(name)
+    if (limit or reserve) and len(paths) != 1:
+        raise ArgumentError(
+            f"asked to change budget {name!r}; there are {', '.join(path.stem for path in paths) or 'none'}. Name one"
+        )
+    for path in paths if limit or reserve else []:
+        change(path, limit, reserve)
+    found = [read(path) for path in paths]
+    if json_output:
+        print_json(found)
+    else:
+        for each in tables(found):
+            console.print(each)
+
+
+def ledgers(name: str = "") -> list[Path]:
+    """The ledgers of this user that have a name; all without one."""
+    return [path for path in sorted(folder().glob("*.ledger")) if name in ("", path.stem, path.stem.partition("@")[0])]
+
+
+def change(path: Path, limit: str | None, reserve: str | None) -> None:
+    """Sets the limit of a ledger, and what is reserved for a process."""
+    ledger = Ledger(path)
+    if limit:
+        change_limit(ledger, parse_bytes(limit, free=0))
+    if reserve:
+        pid, sign, size = reserve.partition("=")
+        if not (sign and pid.isdecimal()):
+            raise ArgumentError(f"got --reserve {reserve}; write PID=SIZE, e.g. 1234=8GiB")
+        change_reserve(ledger, int(pid), parse_bytes(size, free=0))
+    ledger.close()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a ledger says, in bytes."""
+    ledger = Ledger(path)
+    with ledger.locked() as book:
+        lines = book.lines[book.lines["pid"] != 0]
+        processes = [
+            {key: int(line[key]) for key in ("pid", "granted", "used", "reserved", "wanted")} for line in lines
+        ]
+        found = {"name": path.stem, "limit": book.limit, "free": book.free, "processes": processes}
+    ledger.close()
+    return found
+
+
+def tables(found: list[dict[str, Any]]) -> Iterator[Table | str]:
+    """A table for each ledger."""
+    for each in found:
+        title = f"{each['name']}: {format_bytes(each['limit'])}, {format_bytes(max(each['free'], 0))} granted to none"
+        yield make_table(title, COLUMNS, (_row(line) for line in each["processes"]))
+    if not found:
+        yield HINT
+
+
+def _row(line: dict[str, int]) -> list[str]:
+    amounts = line["granted"], line["used"], max(line["granted"] - line["used"], 0), line["reserved"], line["wanted"]
+    return [str(line["pid"]), *map(format_bytes, amounts)]
