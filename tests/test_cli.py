@@ -166,7 +166,7 @@ def test_plan_of_models_that_share_a_card(tmp_path: Path):
     assert [of["token_bytes"] for of in result["models"]] == [128 << 10, 64 << 10]
     for of in result["models"]:
         assert of["pool"]["total_tokens"] == (40 << 30) // of["token_bytes"] == 2 * of["share"]["total_tokens"]
-        alone = plan("--config", f"{of['model'].removesuffix('config.json')}/config.json", "--memory", "40GiB")
+        alone = plan("--config", of["model"], "--memory", "40GiB")  # a file, or its folder
         assert alone["total_tokens"] == of["pool"]["total_tokens"]
         assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
         assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
@@ -208,7 +208,13 @@ def test_plan_refuses_reservations_that_do_not_fit(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("models", "options"),
-    [(1, []), (2, ["--layers", "2"]), (2, ["--batch", "2", "--tokens", "8"]), (2, ["--model", "."])],
+    [
+        (1, ["--model", "."]),
+        (1, ["--layers", "2"]),
+        (2, ["--layers", "2"]),
+        (2, ["--batch", "2", "--tokens", "8"]),
+        (2, ["--model", "."]),
+    ],
 )
 def test_plan_refuses_models_that_do_not_fit_together(models: int, options: list[str], tmp_path: Path):
     paths = [write_config(tmp_path / str(number)) for number in range(models)]
@@ -319,6 +325,10 @@ def test_an_error_is_one_line_on_stderr_and_status_2(args: list[str]):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("vmmkv: asked for ")
     assert result.stderr.count("\n") == 1
+
+
+def test_it_says_its_version():
+    assert invoke("--version").stdout == f"vmmkv {vmmkv.__version__}\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -154,14 +154,12 @@ PRIVATE = {
     "_con",
     # transformers: which attention a model runs, and may run; how to make one of a config in a dtype; of continuous
     # batching what runs a step, says whether it is a graph, and which, pads it, and admits, ends and keeps; what
-    # `generate` makes of its arguments; the manager of its server, and what its handlers make of requests.
+    # `generate` makes of its arguments; the manager of its server, and an error in a stream.
+    "_StreamError",
     "_attn_implementation",
-    "_build_generation_config",
     "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
     "_cb_config",
-    "_cb_manager",
-    "_generate_managers",
     "_create_batch_processor",
     "_from_config",
     "_generation_step",
@@ -171,13 +169,9 @@ PRIVATE = {
     "_get_waiting_candidates",
     "_handle_request_error",
     "_prepare_generation_config",
-    "_resolve_model",
-    "_validate_request",
     "_run_generation_loop",
     "_supports_attention_backend",
-    "_unused_fields",
     "_update_tp_group_state",
-    "_valid_params_class",
     # Python: named tuples' public methods are called so, the frame of a caller, and the end of a forked process.
     "_asdict",
     "_exit",

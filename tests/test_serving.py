@@ -1,32 +1,29 @@
-"""`vmmkv serve`: many clients of transformers' server on rows get the text that `generate` makes, and leave nothing.
+"""`vmmkv serve`: clients of transformers' server on rows get the text that `generate` makes, and leave no row behind.
 
-The server runs in a thread of its test, and ends with the test. Prompts are random words, of which the model is never
-in doubt what follows.
+The server runs in a thread of its test, and ends with the test. Prompts are random words after which no token is a
+close decision of the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
+import http.client
 import json
 import os
-import re
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import typer
-from conftest import PATIENCE, calls, join
+from conftest import PATIENCE, calls, join, soon
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -48,12 +45,9 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import uvicorn  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from transformers.cli.serving import utils as their_utils  # noqa: E402
-from transformers.cli.serving.model_manager import ModelManager, TimedModel  # noqa: E402
-from transformers.cli.serving.utils import CBStreamer, Modality  # noqa: E402
+from transformers.cli.serving.utils import Modality  # noqa: E402
 
 from vmmkv.integrations import serving  # noqa: E402
-from vmmkv.integrations.serving_requests import check_fields  # noqa: E402
 
 NEW = 24
 """Tokens of an answer."""
@@ -61,12 +55,7 @@ ENDLESS = 8_000
 """Tokens of an answer that its test does not wait for."""
 ROW = 8_192
 """Tokens of the longest request."""
-RAISES = "a message that the chat template refuses"
-TEMPLATE = (
-    "{% for message in messages %}{{ raise_exception('no') if message['content'] == '"
-    + RAISES
-    + "' else message['content'] }}{% endfor %}"
-)
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def save(name: str, folder: Path) -> str:
@@ -183,26 +172,28 @@ async def leave(model: str, server: openai.AsyncOpenAI, prompt: str) -> None:
     await stream.close()
 
 
+async def ask_all(model: str, address: str, asked: list[Answer], left: Sequence[str] = ()) -> list[str]:
+    """The texts that clients get, half of them in chats and half streamed, while others leave."""
+    async with client(address) as server:
+        waiting = [
+            ask(model, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
+            for number, answer in enumerate(asked)
+        ]
+        got = await asyncio.gather(*waiting, *(leave(model, server, prompt) for prompt in left))
+    return [text for text in got[: len(asked)] if text]
+
+
 @pytest.mark.filterwarnings(  # the client's, of a stream that is closed while the event loop ends
     "ignore:Exception ignored in. <async_generator object Response:pytest.PytestUnraisableExceptionWarning"
 )
 def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, llama: str) -> None:
     """Of whom some stream, and eight go away in the middle; memory goes back, as `vmmkv top` and Prometheus see."""
     expected = answers(56)
-
-    async def all_at_once() -> list[str | None]:
-        async with client(address) as server:
-            asked = [
-                ask(llama, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
-                for number, answer in enumerate(expected)
-            ]
-            left = [leave(llama, server, answer.prompt) for answer in expected[:8]]
-            return await asyncio.gather(*asked, *left)
-
     with patch.object(RowManager, "cancel_request", autospec=True, side_effect=RowManager.cancel_request) as cancel:
-        assert asyncio.run(all_at_once())[:56] == [answer.text for answer in expected]
+        left = [answer.prompt for answer in expected[:8]]
+        assert asyncio.run(ask_all(llama, address, expected, left)) == [answer.text for answer in expected]
         with calls(RowManager, "_generation_loop_body") as until:
-            until(lambda: cancel.call_count == 8)
+            until(lambda: len({call.args[1] for call in cancel.call_args_list}) == 8)
             until(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
             until(lambda: metrics(address)["vmmkv:physical_bytes"] == 0)
     told = metrics(address)
@@ -217,21 +208,12 @@ def test_on_a_gpu_clients_get_the_text_of_generate_from_graphs(tmp_path: Path) -
     """Which the server has made of decode and prompts before they ask; none is made while it serves."""
     name, expected = save("llama-gqa-wide", tmp_path), answers(40, "llama-gqa-wide", "cuda")
     capture = ModelRunner._capture_graph
-
-    async def all_at_once() -> list[str]:
-        async with client(address) as server:
-            asked = [
-                ask(name, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
-                for number, answer in enumerate(expected)
-            ]
-            return await asyncio.gather(*asked)
-
     with patch.object(ModelRunner, "_capture_graph", autospec=True, side_effect=capture) as captured:
         with server(name, "--max-bytes", "1GiB", "--max-seq-len", "300", device="cuda:0") as address:
             before = captured.call_count
             assert before > 40  # of each size two, since one batch is made while another runs
             for _ in range(2):
-                assert asyncio.run(all_at_once()) == [answer.text for answer in expected]
+                assert asyncio.run(ask_all(name, address, expected)) == [answer.text for answer in expected]
         assert captured.call_count == before
 
 
@@ -242,12 +224,44 @@ def published() -> dict[str, Any] | None:
     return next((pool for pool in pools if pool["limit_bytes"] == 256 << 20), None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("told", [{}, {"max_tokens": 60}])
-def test_who_is_cut_off_at_the_end_of_a_row_is_told_so(llama: str, stream: bool, told: dict[str, int]) -> None:
-    """As who gets as many tokens as he has asked for."""
+def test_200_clients_that_disconnect_leave_no_request_and_no_row(llama: str) -> None:
+    """At random moments, on every path, whether or not the answer is streamed. Others are answered meanwhile."""
+    [answer], random = answers(1), Random()
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "w5", "max_tokens": ENDLESS},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5"}], "max_tokens": ENDLESS},
+        "/v1/responses": {"input": "w5", "max_output_tokens": ENDLESS},
+    }
 
-    async def ends() -> list[str]:
+    async def disconnect(port: int) -> None:
+        path, body = random.choice([*bodies.items()])
+        data = json.dumps(body | {"model": llama, "stream": random.random() < 0.5}).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b"\r\n" + data[: random.choice([3, len(data), len(data)])])
+        await asyncio.sleep(random.random() * 0.2)
+        writer.close()
+
+    async def all_of_them(address: str) -> list[str | None]:
+        async with client(address) as server:
+            asked = [ask(llama, server, answer.prompt, chat=False, stream=number % 2 == 0) for number in range(8)]
+            return await asyncio.gather(*asked, *(disconnect(int(address.rpartition(":")[2])) for _ in range(200)))
+
+    start = patch.object(RowManager, "start", autospec=True, side_effect=RowManager.start)
+    with start as started, server("--max-bytes", "256MiB", "--max-seq-len", str(ROW), "--idle-seconds", "0") as address:
+        assert asyncio.run(all_of_them(address))[:8] == [answer.text] * 8
+        manager = started.call_args.args[0]
+        soon(lambda: not manager.output_router.result_handlers)
+        soon(lambda: not manager.batch_processor.has_pending_requests())
+        soon(lambda: metrics(address)["vmmkv:num_sequences"] == metrics(address)["vmmkv:physical_bytes"] == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("told", [{}, {"max_tokens": 60}, {"max_tokens": 1000}])
+def test_an_answer_that_reaches_the_end_of_its_row_says_so(llama: str, stream: bool, told: dict[str, int]) -> None:
+    async def ends() -> None:
         async with client(address) as server:
             plain: dict[str, Any] = {"model": llama, "temperature": 0, "stream": stream} | told
             found = [
@@ -256,15 +270,32 @@ def test_who_is_cut_off_at_the_end_of_a_row_is_told_so(llama: str, stream: bool,
             ]
             if stream:
                 found = [[chunk async for chunk in each][-1] for each in found]
-            assert all(each.usage.completion_tokens == told.get("max_tokens", 62) for each in found)
-            return [each.choices[0].finish_reason for each in found]
+            assert all(each.usage.completion_tokens == min(told.get("max_tokens", 62), 62) for each in found)
+            assert all(each.choices[0].finish_reason == "length" for each in found)
 
     with server("--max-bytes", "64MiB", "--max-seq-len", "64") as address:
-        assert asyncio.run(ends()) == ["length", "length"]
+        asyncio.run(ends())
 
 
-def test_who_was_served_is_told_of_the_end_of_a_batch(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In JSON, whatever the error says. Who comes later is told as well."""
+def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> None:
+    """As proxies do that send a request again; each client gets its own answer."""
+    expected = answers(4)
+
+    async def all_at_once() -> list[str]:
+        async with client(address).with_options(default_headers={"x-request-id": "same"}) as server:
+            asked = [
+                ask(llama, server, each.prompt, chat=False, stream=at % 2 == 0) for at, each in enumerate(expected)
+            ]
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(all_at_once()) == [each.text for each in expected]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_an_error_in_a_batch_is_told_to_all_clients(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In JSON, whatever the error says; later clients are told as well, and so is who asks for the server's health."""
     says, step = 'it says "no"\nand goes', RowProcessor._generation_step
     seen: list[Any] = []
 
@@ -290,210 +321,63 @@ def test_who_was_served_is_told_of_the_end_of_a_batch(llama: str, monkeypatch: p
     monkeypatch.setattr(RowProcessor, "_generation_step", fail)
     with server("--max-bytes", "64MiB", "--max-seq-len", str(ROW)) as address:
         asyncio.run(told())
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 503
+        connection.close()
 
 
-def test_who_does_not_fit_is_told_what_would_help(llama: str) -> None:
-    """By a request that nobody else keeps from memory; and others are served."""
+def test_a_request_that_fits_no_memory_says_what_would_help(llama: str) -> None:
     [answer] = answers(1)
 
     async def told() -> str:
-        with server("--max-bytes", "2MiB", "--max-seq-len", str(ROW)) as address:
-            async with client(address) as server_of_ours:
-                prompt = " ".join(["w5"] * 5_000)
-                with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
-                    await server_of_ours.completions.create(model=llama, prompt=prompt, max_tokens=2)
-                return await ask(llama, server_of_ours, answer.prompt, chat=False, stream=False)
+        async with client(address) as openai_client:
+            with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
+                await openai_client.completions.create(model=llama, prompt=" ".join(["w5"] * 5_000), max_tokens=2)
+            return await ask(llama, openai_client, answer.prompt, chat=False, stream=False)
 
-    assert asyncio.run(told()) == answer.text
-
-
-def test_half_a_character_is_refused(address: str, llama: str) -> None:
-    """JSON can say it, and no tokenizer reads it."""
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as plain:
-        for name in ("prompt", "suffix"):
-            body = json.dumps({"model": llama, "prompt": "w5", "max_tokens": 2} | {name: "w5 \ud800"})
-            with pytest.raises(openai.BadRequestError, match="not JSON"):
-                plain.post("/v1/completions", cast_to=str, content=body.encode())
+    with server("--max-bytes", "2MiB", "--max-seq-len", str(ROW)) as address:
+        assert asyncio.run(told()) == answer.text
 
 
-def test_who_is_named_late_misses_no_token(address: str, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole answer is there before transformers says whom to tell."""
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "no input_ids"),
+    ({"prompt": "w5 " * ROW}, f"a row is {ROW} long"),
+    ({"max_tokens": 0}, "max_new_tokens=0"),
+    ({"stop": ["w5"]}, "stop_strings"),
+    ({"frequency_penalty": 0.5}, "repetition_penalty=1.5"),
+    *(({"extra_body": {"generation_config": json.dumps(each)}}, next(iter(each))) for each in (
+        {"num_beams": 3}, {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"suppress_tokens": [5]},
+        {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, {"eos_token_id": "x"},
+    )),
+    *(({"temperature": None, "extra_body": {"generation_config": json.dumps({"do_sample": True, **each})}}, reason)
+      for each, reason in (({"top_p": 0.5}, "top_p=0.5"), ({"temperature": -1.0}, "temperature=-1.0"))),
+]  # fmt: skip
+"""Requests whose answer a batch cannot give, and the name that the refusal has for the reason."""
+
+
+def test_what_a_batch_cannot_do_for_one_request_is_refused_by_name(address: str, llama: str, keeps_states: str) -> None:
+    """Also as the first request of all, which decides nothing for later ones; and others are answered."""
     [answer] = answers(1)
-
-    class LateStreamer(CBStreamer):
-        def __init__(self, manager: Any, *args: Any, **kwargs: Any) -> None:
-            with calls(RowManager, "_generation_loop_body") as until:
-                until(lambda: manager.input_queue.empty() and not manager.batch_processor.has_pending_requests())
-            super().__init__(manager, *args, **kwargs)
-
-    async def one() -> str:
-        async with client(address) as server:
-            await ask(llama, server, answer.prompt, chat=False, stream=False)
-            monkeypatch.setattr(their_utils, "CBStreamer", LateStreamer)
-            return await ask(llama, server, answer.prompt, chat=False, stream=True)
-
-    assert asyncio.run(one()) == answer.text
-
-
-# ---------------------------------------------------------------------- what is refused
-
-
-def test_clients_are_told_why_they_are_refused(address: str, llama: str, keeps_states: str) -> None:
-    """And others are served meanwhile, and afterwards."""
-    [answer] = answers(1)
-
-    async def refused() -> str:
-        async with client(address) as server:
-            with pytest.raises(openai.BadRequestError, match="keeps something else"):
-                await ask(keeps_states, server, answer.prompt, chat=False, stream=False)
-            with pytest.raises(openai.BadRequestError, match=f"{ENDLESS + 2000} new ones; a row is {ROW} long"):
-                await server.completions.create(model=llama, prompt=answer.prompt, max_tokens=ENDLESS + 2000)
-            with pytest.raises(openai.BadRequestError, match="no input_ids"):
-                await ask(llama, server, "", chat=False, stream=False)
-            return await ask(llama, server, answer.prompt, chat=False, stream=False)
-
-    assert asyncio.run(refused()) == answer.text
-
-
-NOT_DONE: list[dict[str, Any]] = [
-    {"n": 3}, {"best_of": 3}, {"echo": True}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "w5"}, {"stop": ["w5"]},
-    {"logit_bias": {"5": 3.0}}, {"presence_penalty": 2.0}, {"frequency_penalty": 0.5}, {"top_p": 0.1, "temperature": 2},
-    {"temperature": 2, "seed": 1}, {"temperature": -1}, {"max_tokens": 0},
-    {"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": "3"}, {"top_p": 2}, {"top_p": "x"}, {"top_p": True},
-    {"temperature": True}, {"temperature": "0"}, {"seed": "x"}, {"model": ""},
-    *({"extra_body": each} for each in (
-        {"stream": "false"}, {"stream": 1}, {"suffix": 3}, {"suffix": ["w5"]}, {"model": None}, {"model": 5},
-        {"model": {"name": "m"}}, {"stream_options": 5}, {"user": 5}, {"generation_config": "[" * 100_000},
-    )),
-    *({"extra_body": each} for each in ({"tools": []}, {"messages": []}, {"nonsense": 1}, {"min_p": 0.1})),
-    {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
-    {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
-    *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
-        {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"num_beams": True},
-        {"stop_strings": ["w5"]},
-        {"eos_token_id": "x"}, {"eos_token_id": [1, "x"]}, {"eos_token_id": 1.5}, {"do_sample": "no"},
-        {"top_p": "x"}, {"top_p": 2, "do_sample": False},
-        {"repetition_penalty": 2.0}, {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, [],
-    )),
-]  # fmt: skip
-"""What no batch does for one of its requests, or nobody."""
-SEEN: list[dict[str, Any]] = [
-    {"role": "user", "content": [
-        {"type": "text", "text": "w5"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
-    ]},
-]  # fmt: skip
-NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
-    {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
-    {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"}, {"messages": SEEN}, {"messages": SEEN, "stream": True},
-    {"max_completion_tokens": NEW - 1}, {"parallel_tool_calls": "x"}, {"metadata": 5},
-    *({"extra_body": {"messages": each}} for each in (
-        None, [], "w5", {"role": "user", "content": "w5"}, ["w5"], [None], [{}], [{"content": "w5"}],
-        [{"role": 5, "content": "w5"}],
-    )),
-    *({"extra_body": {"messages": [{"role": "user", **each}]}} for each in (
-        {"content": 5}, {"content": {"type": "text", "text": "w5"}}, {"content": ["w5"]}, {"content": [["w5"]]},
-        {"content": [{"type": "text"}]}, {"content": [{"type": "text", "text": 5}]}, {"content": RAISES},
-        {"tool_calls": 5}, {"tool_calls": [{}]}, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-    )),
-    *({"extra_body": {"chat_template_kwargs": each}} for each in (
-        5, "x", {"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 99}, {"tokenize": False},
-        {"tokenizer_kwargs": {"truncation": True, "max_length": 2}}, {"return_tensors": "pt"}, {"return_dict": False},
-        {"add_generation_prompt": False}, {"tools": []}, {"conversation": []}, {"conversations": []},
-        {"continue_final_message": True}, {"load_audio_from_video": True}, {"chat_template": "w5"},
-    )),
-]  # fmt: skip
-NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
-    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"}, {"extra_body": {"n": 2}},
-    {"extra_body": {"max_tokens": 5}},
-    {"instructions": "w6", "input": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w7"}]},
-    *({"input": [each]} for each in (
-        5, {}, {"role": "user", "content": 5}, {"type": "function_call_output", "output": "w5"},
-    )),
-    {"input": [{"role": "user", "content": "w5"}, {"type": "function_call_output", "output": "w5"}]},
-]  # fmt: skip
-CHANGES_NOTHING: dict[str, Any] = {
-    "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
-    "user": "somebody", "extra_body": {
-        "generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}', "metadata": {"a": "b"}, "min_p": None,
-    },
-}  # fmt: skip
-
-
-def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None:
-    """The first client of all, too, cannot have others' answers made otherwise, nor end them."""
-    [answer] = answers(1)
-    messages: Any = [{"role": "user", "content": answer.prompt}]
 
     async def all_of_them() -> list[str]:
-        with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
-            async with client(address) as openai_client:
-                plain: dict[str, Any] = {"model": llama, "max_tokens": NEW, "temperature": 0}
-                texts = openai_client.completions
-                for wrong in NOT_DONE:
-                    with pytest.raises(openai.BadRequestError) as refused:
-                        await texts.create(prompt=answer.prompt, **plain | wrong)
-                    assert refused.value.type == "invalid_request_error"
-                for wrong in NOT_DONE_IN_CHATS:
-                    with pytest.raises(openai.BadRequestError) as refused:
-                        await openai_client.chat.completions.create(**{"messages": messages} | plain | wrong)
-                    assert refused.value.type == "invalid_request_error"
-                for wrong in NOT_DONE_IN_RESPONSES:
-                    with pytest.raises(openai.BadRequestError) as refused:
-                        await openai_client.responses.create(**{"model": llama, "input": answer.prompt} | wrong)
-                    assert refused.value.type == "invalid_request_error"
-                random = await texts.create(prompt=answer.prompt, **plain | {"temperature": 1e9})
-                assert random.choices[0].text != answer.text
-                greedy = json.dumps({"max_new_tokens": NEW, "do_sample": False})
-                found = [
-                    await texts.create(prompt=answer.prompt, **plain),
-                    await texts.create(prompt=answer.prompt, **plain, **CHANGES_NOTHING, logprobs=None, echo=False),
-                    await texts.create(prompt=answer.prompt, model=llama, extra_body={"generation_config": greedy}),
-                    await texts.create(prompt=answer.prompt, model=llama, max_tokens=NEW),  # the model's own way
-                ]
-                chat = await openai_client.chat.completions.create(
-                    messages=messages,
-                    **plain,
-                    **CHANGES_NOTHING,
-                    logprobs=False,
-                    response_format={"type": "text"},
-                    tool_choice="none",
-                    verbosity="medium",
-                    max_completion_tokens=NEW,
-                )
-                return [each.choices[0].text for each in found] + [chat.choices[0].message.content or ""]
-
-    assert asyncio.run(all_of_them()) == [answer.text] * 5
-
-
-def test_who_has_tools_and_wants_one_call_at_a_time_is_refused() -> None:
-    """The model may make several calls. Without tools it makes none."""
-    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
-    check_fields({"parallel_tool_calls": False}, set())
-    check_fields(tools | {"parallel_tool_calls": True}, set())
-    with pytest.raises(vmmkv.UnsupportedError, match="parallel_tool_calls=False"):
-        check_fields(tools | {"parallel_tool_calls": False}, set())
-
-
-def test_who_asks_for_another_model_is_told_that_it_is_not_there(address: str, llama: str, tmp_path: Path) -> None:
-    """At once, whether the server has one model or those of its machine: nothing is fetched while others wait."""
-
-    async def ask_for(address: str, *names: str) -> None:
         async with client(address) as server:
-            for name in names:
-                with pytest.raises(openai.NotFoundError, match=re.escape(name)) as unknown:
-                    await ask(name, server, "w5", chat=False, stream=False)
-                assert unknown.value.code == "model_not_found"
-            for name in (llama, ModelManager.process_model_name(llama)):  # folders had a revision until 5.23
-                await ask(name, server, "w5", chat=True, stream=False)
-            nulls: dict[str, Any] = {"role": "assistant", "content": "w5", "tool_calls": None}
-            await server.chat.completions.create(
-                model=llama, messages=[cast(Any, nulls)], max_tokens=1, extra_body={"chat_template_kwargs": None}
-            )
+            plain: dict[str, Any] = {"model": llama, "prompt": answer.prompt, "max_tokens": NEW, "temperature": 0}
+            for wrong, reason in [*REFUSED, ({"model": keeps_states}, "keeps something else")]:
+                with pytest.raises(openai.BadRequestError, match=reason) as refused:
+                    await server.completions.create(**plain | wrong)
+                assert refused.value.type == "invalid_request_error"
+            neutral = json.dumps({"num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": NEW})
+            hot = json.dumps({"do_sample": True, "temperature": 1e9})
+            found = [
+                await server.completions.create(**plain, n=1, frequency_penalty=0.0, seed=7, user="somebody"),
+                await server.completions.create(**plain, extra_body={"generation_config": neutral}),
+                await server.completions.create(**plain | {"temperature": None}, extra_body={"generation_config": hot}),
+            ]
+            return [each.choices[0].text for each in found]
 
-    asyncio.run(ask_for(address, "nobody/has-it", "nobody/has-it@v1", "nobody/has-it:q4.gguf", str(tmp_path), "/a/b/c"))
-    with server(llama, "--max-bytes", "64MiB", "--max-seq-len", "4096") as of_one:
-        asyncio.run(ask_for(of_one, "nobody/has-it", f"{llama}@v1", str(tmp_path)))
+    first, second, random = asyncio.run(all_of_them())
+    assert first == second == answer.text != random
 
 
 def test_requests_of_one_batch_are_sampled_each_in_its_own_way() -> None:
@@ -516,78 +400,17 @@ def test_top_p_is_each_requests_where_the_model_has_one(tmp_path: Path) -> None:
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, max_new_tokens=NEW).save_pretrained(folder)
     [answer] = answers(1)
 
-    async def three() -> list[str]:
-        with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
-            async with client(address) as server_:
-                hot = {"model": folder, "prompt": answer.prompt, "temperature": 100.0, "max_tokens": NEW}
-                found = [await server_.completions.create(**hot, top_p=share) for share in (1e-9, 1.0)]
-                return [each.choices[0].text for each in found]
+    async def two() -> list[str]:
+        async with client(address) as server_:
+            hot = {"model": folder, "prompt": answer.prompt, "temperature": 100.0, "max_tokens": NEW}
+            return [(await server_.completions.create(**hot, top_p=p)).choices[0].text for p in (1e-9, 1.0)]
 
-    narrow, wide = asyncio.run(three())
+    with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
+        narrow, wide = asyncio.run(two())
     assert narrow == answer.text != wide
 
 
-def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> None:
-    """As proxies do that send a request again; each gets its own answer."""
-    expected = answers(4)
-
-    async def all_at_once() -> list[str]:
-        async with client(address).with_options(default_headers={"x-request-id": "same"}) as server:
-            asked = [
-                ask(llama, server, each.prompt, chat=False, stream=at % 2 == 0) for at, each in enumerate(expected)
-            ]
-            return await asyncio.gather(*asked)
-
-    assert asyncio.run(all_at_once()) == [each.text for each in expected]
-
-
-def test_a_server_that_has_its_model_warms_up_before_anybody_asks(llama: str) -> None:
-    """And serves with what it made then; another model's first request does not wait for all graphs."""
-    warmup = RowManager.warmup
-    with patch.object(RowManager, "warmup", autospec=True, side_effect=warmup) as warm:
-        with server(llama, "--max-bytes", "64MiB") as address:
-            assert warm.call_count == 1
-            (manager,) = warm.call_args.args
-            assert manager.is_running()
-            with patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request) as asked:
-                complete(address, llama)
-            assert asked.call_args.args[0] is manager
-        with server("--max-bytes", "64MiB") as address:
-            complete(address, llama)
-        assert warm.call_count == 1
-
-
-def test_a_server_does_not_start_with_what_cannot_run_on_rows(keeps_states: str) -> None:
-    with pytest.raises(vmmkv.UnsupportedError, match="keeps something else"), server(keeps_states):
-        pass
-
-
-def test_a_server_does_not_start_with_options_that_cannot_be() -> None:
-    with pytest.raises(vmmkv.ArgumentError, match="got --no-continuous-batching"), server("--no-continuous-batching"):
-        pass
-    with pytest.raises(vmmkv.BudgetError, match="much"), server("--max-bytes", "much"):
-        pass
-
-
-def test_what_transformers_does_not_batch_stays_with_it() -> None:
-    state = serving.RowState(pytest.fail, continuous_batching=True)
-    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
-
-
-def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version, names that have moved, and a library that is missing."""
-    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
-    with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"), server():
-        pass
-    monkeypatch.undo()
-    monkeypatch.setattr(serving, "Serve", type("Serve", (), {"__init__": lambda self: None}))
-    with pytest.raises(vmmkv.UnsupportedError, match=r"GenerationState, .* build_server, uvicorn any more"), server():
-        pass
-    monkeypatch.undo()
-    monkeypatch.delitem(sys.modules, serving.__name__)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    with pytest.raises(vmmkv.UnsupportedError, match=r"fastapi.*pip install \"vmmkv\[serve\]\""), server():
-        pass
+# ---------------------------------------------------------------------- models
 
 
 def complete(address: str, model: str) -> str:
@@ -597,100 +420,27 @@ def complete(address: str, model: str) -> str:
     return made.choices[0].text
 
 
-@contextmanager
-def loaded_models(when_gone: Callable[[Any], object] | None = None) -> Iterator[list[weakref.ref[Any]]]:
-    """The models that servers have loaded meanwhile; `when_gone` is called at the end of each."""
-    models, load = [], ModelManager._load_model
-
-    def note(manager: ModelManager, *args: Any, **kwargs: Any) -> Any:
-        model = load(manager, *args, **kwargs)
-        models.append(weakref.ref(model, when_gone))
-        return model
-
-    with patch.object(ModelManager, "_load_model", note):
-        yield models
-
-
-def test_a_model_that_was_unloaded_answers_nobody(tmp_path: Path) -> None:
-    """Its folder may have other weights by then; its memory is given back before they are loaded."""
+def test_several_models_answer_one_after_another(llama: str, tmp_path: Path) -> None:
+    """Each gives what it gives alone. After `/reset` a folder's model has the weights that the folder has by then."""
     folder = save("llama-gqa", tmp_path)
+    other = tiny_model("llama-gqa", "eager", "cpu")
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
     with server("--max-bytes", "64MiB") as address, openai.OpenAI(base_url=address, api_key="x") as plain:
-        before = complete(address, folder)
-        other = tiny_model("llama-gqa", "eager", "cpu")
-        with torch.no_grad():
-            other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
+        first = complete(address, llama)
+        assert complete(address, folder) == first == complete(address, llama)
         other.save_pretrained(folder)
         plain.post("/reset", cast_to=object)
-        after = complete(address, folder)
-    with server("--max-bytes", "64MiB") as address:
-        assert before != complete(address, folder) == after
+        second = complete(address, folder)
+        assert second != first == complete(address, llama)
+        assert complete(address, folder) == second
+        soon(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
+    with server("--max-bytes", "64MiB", folder) as address:
+        assert complete(address, folder) == second
 
 
-def test_a_model_that_is_loaded_again_is_there_once(llama: str) -> None:
-    there: list[int] = []
-    with loaded_models() as models, server("--max-bytes", "64MiB") as address:
-        complete(address, llama)
-        load = ModelManager._load_model
-
-        def count(manager: ModelManager, *args: Any, **kwargs: Any) -> Any:
-            there.append(sum(model() is not None for model in models))
-            return load(manager, *args, **kwargs)
-
-        with patch.object(ModelManager, "_load_model", count), openai.OpenAI(base_url=address, api_key="x") as plain:
-            plain.post("/reset", cast_to=object)
-            complete(address, llama)
-    assert len(models) == 2
-    assert there == [0]
-
-
-def test_a_model_that_was_unloaded_leaves_nothing(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody asks for another one, and garbage is not collected while another thread collects it."""
-    gone, counts = threading.Semaphore(0), itertools.count()
-    monkeypatch.setattr(serving, "gc", SimpleNamespace(collect=lambda: next(counts) % 2 and gc.collect()))
-    options = ["--max-bytes", "64MiB", "--model-timeout", "1"]
-    with loaded_models(lambda _: gone.release()) as models, server(*options) as address:
-        for _ in range(2):
-            complete(address, llama)
-            assert gone.acquire(timeout=PATIENCE)
-    assert len(models) == 2
-
-
-class StoppedTimer:
-    """Stands in for `threading.Timer`: the test's machine may be too busy for timers to be set back in time."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def start(self) -> None: ...
-
-    cancel = start
-
-
-def test_a_model_that_answers_is_not_unloaded(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes, its timer is set back: who asks meanwhile would end the answer."""
-    monkeypatch.setattr(threading, "Timer", StoppedTimer)
-
-    async def two(address: str, until: Callable[[Callable[[], object]], None]) -> None:
-        async with client(address) as server:
-            stream = await server.completions.create(model=llama, prompt="w5", max_tokens=ENDLESS, stream=True)
-            chunks = aiter(stream)
-            await anext(chunks)
-            before = reset.call_count
-            await asyncio.to_thread(until, lambda: reset.call_count >= before + 3)
-            await ask(llama, server, "w6", chat=False, stream=False)
-            await anext(chunks)
-            await stream.close()
-
-    limits = ["--max-bytes", "64MiB", "--max-seq-len", str(ROW), "--model-timeout", "1"]
-    spy = patch.object(TimedModel, "reset_timer", autospec=True, side_effect=TimedModel.reset_timer)
-    with spy as reset, calls(TimedModel, "reset_timer") as until, loaded_models() as models, server(*limits) as address:
-        asyncio.run(two(address, until))
-        assert len(models) == 1
-
-
-def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(
-    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request for another model ends it, and is answered."""
+def test_an_answer_that_another_model_ends_says_so(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch goes on for two seconds after a request for another model, which is answered then."""
     other = save("llama-gqa", tmp_path)
     may_go_on, step, stop = threading.Event(), RowProcessor._generation_step, RowManager.stop
     may_go_on.set()
@@ -729,41 +479,45 @@ def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(
         asyncio.run(two(address))
 
 
-def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: Path) -> None:
-    """transformers calls both by the repository, also the one that the server was started with."""
-    files = {"one.gguf": llama, "two.gguf": save("llama-gqa", tmp_path)}
-    other = tiny_model("llama-gqa", "eager", "cpu")
-    with torch.no_grad():
-        other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
-    other.save_pretrained(tmp_path)
-    for name in files:
-        (tmp_path / name).touch()
-    load = ModelManager.load_model_and_processor
+# ---------------------------------------------------------------------- start and end
 
-    def load_file(manager: ModelManager, name: str, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
-        """Without the package that reads such files."""
-        folder = ModelManager.process_model_name(files[gguf_file])
-        found = load(manager, folder, *args, **kwargs)
-        manager.loaded_models[f"{name}:{gguf_file}"] = manager.loaded_models.get(folder)
-        return found
 
-    with patch.object(ModelManager, "load_model_and_processor", load_file):
+def test_a_server_that_has_its_model_warms_up_before_anybody_asks(llama: str) -> None:
+    """And serves with what it made then; another model's first request does not wait for all graphs."""
+    warmup = RowManager.warmup
+    with patch.object(RowManager, "warmup", autospec=True, side_effect=warmup) as warm:
+        with server(llama, "--max-bytes", "64MiB") as address:
+            (manager,) = warm.call_args.args
+            with patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request) as asked:
+                complete(address, llama)
+            assert asked.call_args.args[0] is manager
         with server("--max-bytes", "64MiB") as address:
-            made = [complete(address, f"{tmp_path}:{name}") for name in files]
-            assert [complete(address, f"{tmp_path}:{name}") for name in files] == made
-        assert made[0] != made[1]
-        started = patch.object(RowManager, "start", autospec=True, side_effect=RowManager.start)
-        with started as starts, server("--max-bytes", "64MiB", f"{tmp_path}:two.gguf") as address:
-            assert complete(address, f"{tmp_path}:two.gguf") == made[1]
-        assert starts.call_count == 1
+            complete(address, llama)
+        assert warm.call_count == 1
 
 
-def test_a_server_whose_warm_up_fails_says_why_and_is_none(llama: str) -> None:
-    """To who started it, not to a log of the event loop's."""
-    with pytest.raises(vmmkv.BudgetError, match="1KiB"), server("--max-bytes", "1KiB", llama):
-        pass
+def test_a_server_that_cannot_serve_says_why_and_does_not_start(
+    llama: str, keeps_states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, error, reason in (
+        ([keeps_states], vmmkv.UnsupportedError, "keeps something else"),
+        (["--no-continuous-batching"], vmmkv.ArgumentError, "got --no-continuous-batching"),
+        ([str(tmp_path / "mistyped")], vmmkv.ArgumentError, "mistyped"),
+        (["--max-bytes", "much"], vmmkv.BudgetError, "much"),
+        (["--max-bytes", "1KiB", llama], vmmkv.BudgetError, "1KiB"),
+        (["--kv-dtype", "int9"], vmmkv.DtypeError, "int9"),
+    ):
+        with pytest.raises(error, match=reason), server(*arguments):
+            pass
     fails = patch.object(ModelRunner, "warmup", side_effect=RuntimeError("no graph"))
     with fails, pytest.raises(RuntimeError, match="no graph"), server("--max-bytes", "64MiB", llama):
+        pass
+    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
+    with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"), server():
+        pass
+    monkeypatch.delitem(sys.modules, serving.__name__)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(vmmkv.UnsupportedError, match=r"fastapi.*pip install \"vmmkv\[serve\]\""), server():
         pass
 
 
@@ -775,16 +529,16 @@ def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
         arguments = ["serve", "--device", "cpu", "--host", "127.0.0.1", "--port", address.rpartition(":")[2], llama]
         with pytest.raises(SystemExit):
             typer.main.get_command(app).main([*arguments, "--max-bytes", "64MiB"], standalone_mode=False)
-    assert started.call_count == 1
+    assert not started.call_args.args[0].is_running()
 
 
-def test_a_server_of_what_is_not_text_starts() -> None:
-    """transformers knows no modality of it, and transcribes with it."""
+def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
+    """Models of pictures, and of sound, for which transformers knows no modality."""
     state = serving.RowState(pytest.fail, continuous_batching=True)
-    whisper = type("WhisperForConditionalGeneration", (), {})()
-    loaded = SimpleNamespace(model=whisper, processor=object())
-    with pytest.raises(ValueError, match="modality"):
-        ModelManager.get_model_modality(loaded.model, loaded.processor)
-    serving._make_ready(state, "whisper@main", loaded)
-    state.start()
+    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
+    models = serving.ModelManager(device="cpu")
+    whisper = SimpleNamespace(model=type("WhisperForConditionalGeneration", (), {})(), processor=object())
+    models.loaded_models["whisper@main"] = whisper  # type: ignore[assignment]
+    serving._build(models, None, None, None, None, None, generation_state=state)
     assert state.is_cb_alive()
+    vmmkv.publication.unpublish()

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: what every result file says of itself."""
+"""The environment of a measurement, which every result file has."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit that this code is of, and whether any of it was changed since; where nobody knows, `unknown`. A copy
-    without its history, or with another's, is told by `VMMKV_COMMIT`."""
+    """The commit of this code, with `-dirty` if a Python file was changed since; `unknown` without a repository.
+    `VMMKV_COMMIT` names it for a copy without its history."""
     root = Path(__file__).parent.parent
     told = os.environ.get("VMMKV_COMMIT")
     if told or not (root / ".git").exists():  # installed somewhere, perhaps within another repository

@@ -2,14 +2,15 @@
 
     prometheus_client.REGISTRY.register(vmmkv.metrics.PoolCollector())
 
-Names are in vLLM's manner. A scrape takes a snapshot of each pool (`FramePool.stats`); in between nothing is counted
-that is not counted anyway.
+Names are in vLLM's manner. A scrape takes a snapshot of each pool (`FramePool.stats`); nothing is counted for it in
+between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -18,135 +19,110 @@ from prometheus_client.registry import Collector
 from .cache import KVCache
 from .errors import VmmkvError
 from .pool import FramePool, holders, pool_stats
-from .stats import CacheStats, FramePoolStats
+from .stats import CacheStats, CallStats, FramePoolStats
 
-Value = Callable[[FramePoolStats], float]
+Samples = dict[tuple[str, ...], float]
+"""Values by further labels."""
 
-GAUGES: dict[str, tuple[str, Value]] = {
+
+class Scrape(NamedTuple):
+    """One pool at a scrape, and the caches on it that are open."""
+
+    pool: FramePool
+    stats: FramePoolStats
+    caches: list[tuple[KVCache, CacheStats]]
+
+    def pages(self) -> Samples:
+        """Pages by state."""
+        stats = self.stats
+        surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
+        sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
+        return {(state,): size // self.pool.page_size for state, size in sizes.items()}
+
+    def mapped(self) -> Samples:
+        """Pages that were mapped, by what mapped them."""
+        mapped = self.stats.pages_mapped
+        return {("mapper",): mapped["ahead"], ("user",): mapped["in need"]}
+
+    def calls(self, value: Callable[[CallStats], float]) -> Samples:
+        """A figure of each driver call, by call and thread."""
+        threads = {"user": self.stats.driver_calls, "mapper": self.stats.mapper_calls}
+        return {(name, thread): value(call) for thread, calls in threads.items() for name, call in calls.items()}
+
+    def host(self, value: Callable[[CacheStats], float]) -> Samples:
+        """A figure of the host tier, over all caches."""
+        return {(): sum(value(stats) for _, stats in self.caches)} if self.caches else {}
+
+    def dropped(self) -> Samples:
+        """Events that were dropped, where a cache has an event log."""
+        logs = [cache.event_log for cache, _ in self.caches if cache.event_log]
+        return {(): sum(log.dropped for log in logs)} if logs else {}
+
+
+GAUGES: dict[str, tuple[str, tuple[str, ...], Callable[[Scrape], Samples | float]]] = {
     "vmmkv:kv_cache_usage_perc": (
-        "What is in use of a pool's limit: 1 is all of it.",
-        lambda stats: stats.used_bytes / stats.limit_bytes,
+        "Used share of a pool's limit: 1 is all of it.", (), lambda of: of.stats.used_bytes / of.stats.limit_bytes,
     ),
-    "vmmkv:limit_bytes": ("The most that a pool may take.", lambda stats: stats.limit_bytes),
-    "vmmkv:physical_bytes": ("What a pool takes.", lambda stats: stats.physical_bytes),
-    "vmmkv:leased_bytes": ("What memory pools of torch have of a pool, or may take.", lambda stats: stats.leased_bytes),
-    "vmmkv:reserved_bytes": ("What is reserved for accounts.", lambda stats: stats.reserved_bytes),
-    "vmmkv:num_accounts": ("Caches, tensors and memory pools on a pool.", lambda stats: stats.holders),
-    "vmmkv:num_sequences": ("Live sequences.", lambda stats: stats.sequences),
-    "vmmkv:num_tokens": ("Tokens of live sequences.", lambda stats: stats.tokens),
-}
+    "vmmkv:limit_bytes": ("The most that a pool may take.", (), lambda of: of.stats.limit_bytes),
+    "vmmkv:physical_bytes": ("Memory that a pool takes.", (), lambda of: of.stats.physical_bytes),
+    "vmmkv:leased_bytes": ("Bytes leased to memory pools of torch.", (), lambda of: of.stats.leased_bytes),
+    "vmmkv:reserved_bytes": ("Bytes reserved for accounts.", (), lambda of: of.stats.reserved_bytes),
+    "vmmkv:num_accounts": ("Caches, tensors and memory pools on a pool.", (), lambda of: of.stats.holders),
+    "vmmkv:num_sequences": ("Live sequences.", (), lambda of: of.stats.sequences),
+    "vmmkv:num_tokens": ("Tokens of live sequences.", (), lambda of: of.stats.tokens),
+    "vmmkv:pages": ("Pages by state.", ("state",), Scrape.pages),
+    "vmmkv:host_bytes": (
+        "Host memory of suspended sequences and prefixes.", (), lambda of: of.host(lambda stats: stats.host_bytes),
+    ),
+    "vmmkv:host_prefix_pages": (
+        "Pages of prefixes on the host.", (), lambda of: of.host(lambda stats: stats.host_prefix_pages),
+    ),
+}  # fmt: skip
+COUNTERS: dict[str, tuple[str, tuple[str, ...], Callable[[Scrape], Samples | float]]] = {
+    "vmmkv:pages_created": ("Pages created since the beginning.", (), lambda of: of.stats.pages_created),
+    "vmmkv:pages_mapped": ("Pages mapped since the beginning.", ("by",), Scrape.mapped),
+    "vmmkv:prefix_cache_queries": ("Tokens of prompts that were looked up.", (), lambda of: of.stats.prompt_tokens),
+    "vmmkv:prefix_cache_hits": ("Tokens of these whose K and V were there.", (), lambda of: of.stats.cached_tokens),
+    "vmmkv:kv_events_dropped": ("Events that were dropped.", (), Scrape.dropped),
+    "vmmkv:driver_calls": (
+        "Calls of the memory system.", ("call", "thread"), lambda of: of.calls(lambda call: call.count),
+    ),
+    "vmmkv:driver_seconds": (
+        "Time in calls of the memory system.", ("call", "thread"), lambda of: of.calls(lambda call: call.seconds),
+    ),
+}  # fmt: skip
 
 
 class PoolCollector(Collector):
     """Collects the metrics of all open pools at each scrape of `prometheus_client`.
 
-    All metrics are labelled by `pool`, its number in this process, and `device`:
-
-    - gauges `vmmkv:kv_cache_usage_perc` (1 is full), `vmmkv:limit_bytes`, `vmmkv:physical_bytes`,
-      `vmmkv:leased_bytes`, `vmmkv:reserved_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
-    - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
-    - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
-      `user` who grew;
-    - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
-      looked up, and those of them whose K and V were there;
-    - gauges `vmmkv:host_bytes` and `vmmkv:host_prefix_pages`, what suspended sequences and evicted prefixes
-      of caches with `host_bytes` take of the host's memory, and the pages that are known there;
-    - the counter `vmmkv:kv_events_dropped_total`, of the caches on the pool that have an `event_log`;
-    - counters `vmmkv:driver_calls_total` and `vmmkv:driver_seconds_total`, by `call` and `thread`: `user` or `mapper`.
+    All metrics are labelled by `pool`, its number in this process, and `device`. `GAUGES` and `COUNTERS` name them; the
+    guide "Watching and debugging" has a table.
     """
 
     def collect(self) -> Iterator[Metric]:
         """A snapshot of all pools."""
-        pools = pool_stats()
-        for name, (text, value) in GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["pool", "device"])
-            for pool, stats in pools.items():
-                gauge.add_metric(_labels(pool), value(stats))
-            yield gauge
-        yield from _pages(pools)
-        yield from _prefixes(pools)
-        yield from _host(pools)
-        yield _events(pools)
-        yield from _driver(pools)
+        caches = [owner for owner in holders() if isinstance(owner, KVCache)]
+        scrapes = [
+            Scrape(pool, stats, [(each, found) for each in caches if each.pool is pool and (found := _stats(each))])
+            for pool, stats in pool_stats().items()
+        ]
+        for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (text, labels, values) in metrics.items():
+                metric = family(name, text, labels=["pool", "device", *labels])
+                for scrape in scrapes:
+                    samples = values(scrape)
+                    for more, value in (samples if isinstance(samples, dict) else {(): samples}).items():
+                        metric.add_metric([str(scrape.pool.number), str(scrape.pool.device), *more], value)
+                yield metric
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the pools."""
+        """Nothing: which metrics there are depends on the pools."""
         return []
 
 
-def _labels(pool: FramePool, *more: str) -> list[str]:
-    return [str(pool.number), str(pool.device), *more]
-
-
-def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
-    """Pages by state, created, and mapped."""
-    pages = GaugeMetricFamily("vmmkv:pages", "Pages by state.", labels=["pool", "device", "state"])
-    created = CounterMetricFamily(
-        "vmmkv:pages_created", "Pages created since the beginning.", labels=["pool", "device"]
-    )
-    mapped = CounterMetricFamily(
-        "vmmkv:pages_mapped", "Pages mapped since the beginning.", labels=["pool", "device", "by"]
-    )
-    for pool, stats in pools.items():
-        surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
-        sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
-        for state, size in sizes.items():
-            pages.add_metric(_labels(pool, state), size // pool.page_size)
-        created.add_metric(_labels(pool), stats.pages_created)
-        mapped.add_metric(_labels(pool, "mapper"), stats.pages_mapped["ahead"])
-        mapped.add_metric(_labels(pool, "user"), stats.pages_mapped["in need"])
-    yield from (pages, created, mapped)
-
-
-def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
-    """Tokens of prompts that were looked up, and found."""
-    labels = ["pool", "device"]
-    queries = CounterMetricFamily("vmmkv:prefix_cache_queries", "Tokens of prompts that were looked up.", labels=labels)
-    hits = CounterMetricFamily("vmmkv:prefix_cache_hits", "Those whose K and V were there.", labels=labels)
-    for pool, stats in pools.items():
-        queries.add_metric(_labels(pool), stats.prompt_tokens)
-        hits.add_metric(_labels(pool), stats.cached_tokens)
-    yield from (queries, hits)
-
-
-def _host(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
-    """What is on the host."""
-    labels = ["pool", "device"]
-    sizes = GaugeMetricFamily("vmmkv:host_bytes", "Host memory of suspended sequences and prefixes.", labels=labels)
-    pages = GaugeMetricFamily("vmmkv:host_prefix_pages", "Pages that are known on the host.", labels=labels)
-    caches = [owner for owner in holders() if isinstance(owner, KVCache)]
-    for pool in pools:
-        if mine := [stats for cache in caches if cache.pool is pool and (stats := _stats(cache))]:
-            sizes.add_metric(_labels(pool), sum(stats.host_bytes for stats in mine))
-            pages.add_metric(_labels(pool), sum(stats.host_prefix_pages for stats in mine))
-    yield from (sizes, pages)
-
-
 def _stats(cache: KVCache) -> CacheStats | None:
-    """What a cache says, unless it was closed meanwhile."""
+    """The statistics of a cache, unless it was closed meanwhile."""
     with suppress(VmmkvError):
         return cache.stats()
     return None
-
-
-def _events(pools: dict[FramePool, FramePoolStats]) -> Metric:
-    """Events that nobody drained in time."""
-    dropped = CounterMetricFamily("vmmkv:kv_events_dropped", "Events that were dropped.", labels=["pool", "device"])
-    logs = [(owner.pool, owner.event_log) for owner in holders() if isinstance(owner, KVCache)]
-    for pool in pools:
-        if mine := [log for of, log in logs if of is pool and log]:
-            dropped.add_metric(_labels(pool), sum(log.dropped for log in mine))
-    return dropped
-
-
-def _driver(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
-    """Calls of the memory system, and the time in them."""
-    labels = ["pool", "device", "call", "thread"]
-    counts = CounterMetricFamily("vmmkv:driver_calls", "Calls of the memory system.", labels=labels)
-    seconds = CounterMetricFamily("vmmkv:driver_seconds", "Time in calls of the memory system.", labels=labels)
-    for pool, stats in pools.items():
-        for thread, calls in (("user", stats.driver_calls), ("mapper", stats.mapper_calls)):
-            for name, call in calls.items():
-                counts.add_metric(_labels(pool, name, thread), call.count)
-                seconds.add_metric(_labels(pool, name, thread), call.seconds)
-    yield from (counts, seconds)

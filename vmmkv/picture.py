@@ -1,7 +1,7 @@
-"""Who has which page: what caches and sequences show of themselves in Jupyter.
+"""Pictures of the pages of caches and sequences, for Jupyter.
 
-A square is a page, and squares that are joined are one large frame. Its colour is the sequence that it belongs to, and
-the filled part holds tokens. A stripe runs through pages that several sequences share; each has them in its own colour.
+A square is a page, and joined squares are one large frame. The colour of a square is its sequence, and the filled part
+holds tokens. A stripe runs through pages that several sequences share; each sequence shows them in its own colour.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ STATES = {
     OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
     VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
 }
-"""What a page is that belongs to no sequence, or to several, and how it looks."""
+"""Names and looks of pages that belong to no sequence, or to several."""
 
 
 class Page(NamedTuple):
-    """A page to be drawn: its number; whose it is, or else its entry in the page map; the first page of its frame if
-    that is a large one; the sequences that share it; and which part of it holds tokens."""
+    """A page to be drawn: its number; its sequence, or else its entry in the page map; the first page of its frame if
+    that is a large frame; the sequences that share it; and the part of it that holds tokens."""
 
     number: int
     owner: int
@@ -106,7 +106,7 @@ class PageMap:
         return len(self._owners)
 
     def page(self, number: int, begin: float = 0.0, end: float = 1.0, viewer: int = SHARED_PAGE) -> Page:
-        """A page by its number, of which a part holds tokens; of those who share it, seen by one."""
+        """A page by its number, of which a part holds tokens; a shared page is drawn as the viewer's."""
         frame, sharers = int(self._frames[number]), self._sharers.get(number, ())
         owner = viewer if viewer in sharers else int(self._owners[number])
         return Page(number, owner, None if frame < 0 else frame, sharers, begin, end)
@@ -222,12 +222,12 @@ def _square(page: Page, x: int, y: int, width: int) -> str:
 
 
 def _legend(drawing: Drawing, counts: dict[int, int]) -> None:
-    """How the pages look that do not belong to one sequence, and how many there are."""
+    """Adds the looks and numbers of pages that do not belong to one sequence."""
     drawing.legend((STATES[state][1], f"{count:,} {STATES[state][0]}") for state, count in counts.items() if count)
 
 
 def _holder(cache: KVCache, row: int) -> str:
-    """What a row is for: a sequence with its tokens, or none."""
+    """Names the sequence of a row and its tokens, or says that the row has none."""
     if cache.owners[row] > 0:
         return f"sequence {cache.owners[row]}, {_count(int(cache.lengths[row] - cache.starts[row]), 'token')}"
     return "retired" if cache.rows["list"][row] == RETIRED else "parked"

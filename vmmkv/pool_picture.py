@@ -1,7 +1,7 @@
-"""Who has how much of a frame pool: what it shows of itself in Jupyter.
+"""Picture of a frame pool and its accounts, for Jupyter.
 
-A bar for the pool, and one for each account, all to one scale. A colour is an account: full where it is used, pale
-where it is mapped and others can have it. The line below a bar is what is reserved.
+A bar for the pool, and a bar for each account, all to one scale. A colour is an account: full for what is used, pale
+for what is mapped and may be taken by other accounts. The line below a bar is what is reserved.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ LEGEND = [
     (RESERVED, "reserved"),
 ]
 Part = tuple[str, int, str]
-"""Of a bar: what it is, how many bytes, and how it looks."""
+"""A part of a bar: its name, its bytes, and its looks."""
 
 
 def draw_accounts(title: str, limit: int, free: int, accounts: Sequence[AccountStats]) -> str:
-    """A pool, and who lies on it.
+    """Draws a pool and its accounts.
 
     Args:
         title: what the pool is called.
         limit: bytes that it may take.
-        free: bytes that it has taken and that nobody has mapped.
-        accounts: those of all who lie on it.
+        free: bytes that it has taken and that are not mapped.
+        accounts: the accounts of the pool.
     """
     mapped = sum(account.mapped_bytes for account in accounts)
     reserved = sum(account.reserved_bytes for account in accounts)

@@ -1,8 +1,8 @@
 """Publishing: this process's pools in a small file that `vmmkv top` reads, in memory where there is such a folder.
 
-A thread takes a snapshot of each pool twice a second and puts the file in place as a whole: whoever reads it finds one
-snapshot or the other, never half of one, and no lock, so that a process that is killed blocks nobody. It leaves its
-file behind; readers know by the process's start that it is gone, and remove it.
+A thread takes a snapshot of each pool twice a second and puts the file in place as a whole. A reader finds one snapshot
+or the other, never half of one, and takes no lock, so that a killed process blocks no reader. A killed process leaves
+its file behind; readers see by the start of the process that it is gone, and remove the file.
 
 Files lie in a folder that only this user can read and write (`kernels.folders`), below the first of `roots` that allows
 it. Readers look below all of them, since two processes of a user may have different environments.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
-import stat
 import sys
 import threading
 import time
@@ -33,8 +31,8 @@ INTERVAL = 0.5
 """Seconds between two snapshots."""
 PATIENCE = 5.0
 """Seconds that the end of a process waits for a snapshot that is being taken."""
-MAX_BYTES = 1 << 20
-"""Bytes of a record, at most."""
+KEYS = {"pid", "start", "command", "time", "pools"}
+"""Of a record: the process, when it started, what it runs, when the snapshot was taken, and the pools."""
 
 
 def roots() -> list[Path]:
@@ -47,8 +45,8 @@ def roots() -> list[Path]:
 
 
 def publish() -> None:
-    """Lets `vmmkv top` see this process's pools, from now on to its end. It costs a snapshot twice a second, in a
-    thread of its own; a forked child has to call it anew.
+    """Lets `vmmkv top` see this process's pools, from now on to its end. This costs a snapshot twice a second, in a
+    thread of its own. A forked child has to call `publish` again.
 
     Raises:
         OSError: there is no folder in which the file could be written.
@@ -56,13 +54,13 @@ def publish() -> None:
     global _publisher
     with _lock:
         if _publisher is None:
-            read_all()  # removes what others left behind
+            read_all()  # removes the files of processes that are gone
             _publisher = _first_publisher()
             _publisher.start()
 
 
 def _first_publisher() -> Publisher:
-    """One that has written its file, in the first folder that allows it."""
+    """A publisher that has written its file, in the first folder that allows it."""
     failures = []
     for root in roots():
         try:
@@ -94,11 +92,11 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="vmmkv-publisher", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, and removes the file; does not wait for who keeps a pool to himself for ever."""
+        """Ends the thread, and removes the file. Gives up after `PATIENCE` if another thread holds a pool's lock."""
         self._is_over.set()
         self._thread.join(PATIENCE)
         self._path.unlink(missing_ok=True)
@@ -131,8 +129,8 @@ class Publisher:
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The last snapshot of each process of this user that lives and publishes; removes what others left behind, and
-    passes over what is none."""
+    """The last snapshot of each process of this user that lives and publishes. Removes the files of processes that are
+    gone, and ignores files that are no records of this version."""
     folders = [folder for root in roots() for folder in private_folders(root)]
     found = {record["pid"]: record for folder in folders for record in _read(folder)}
     return [found[pid] for pid in sorted(found)]
@@ -140,16 +138,13 @@ def read_all() -> list[dict[str, Any]]:
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in (*folder.glob("*.json"), *folder.glob("*.new")):
-        with suppress(OSError, ValueError, RecursionError):  # gone meanwhile, or none of ours
-            status, pid = path.lstat(), int(path.stem)
-            if not stat.S_ISREG(status.st_mode):
-                continue
-            start = start_of(pid)
+        with suppress(OSError, ValueError):  # gone meanwhile, or not a record
+            start = start_of(int(path.stem))
             if start is None:
                 path.unlink()
-            elif path.suffix == ".json" and status.st_size <= MAX_BYTES:
-                record = json.loads(path.read_text(), parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-                if not _is_record(record, pid):
+            elif path.suffix == ".json":
+                record = json.loads(path.read_text())
+                if not (isinstance(record, dict) and record.keys() >= KEYS):
                     continue
                 if record["start"] == start:
                     yield record
@@ -157,36 +152,12 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
                     path.unlink()
 
 
-def _is_record(record: object, pid: int) -> bool:
-    """Whether a file holds what a process of this number may have written."""
-    if not isinstance(record, dict) or record.get("pid") != pid:
-        return False
-    kinds = {"pid": int, "start": int, "command": str, "time": float, "pools": list}
-    return all(type(record.get(name)) is kind for name, kind in kinds.items()) and all(
-        isinstance(pool, dict) for pool in record["pools"]
-    )
-
-
-def _whole(text: str) -> int:
-    """A number of 64 bits. Raises `ValueError` where it has more."""
-    _finite(text)
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    """A number of a size that statistics may have. Raises `ValueError` where it has another."""
-    number = float(text)
-    if not math.fabs(number) < 1 << 63:
-        raise ValueError(f"{text[:20]} is no statistic")
-    return number
-
-
 _publisher: Publisher | None = None
 _lock = threading.RLock()
 
 
 def _forget() -> None:
-    """In a forked child, where the threads are not."""
+    """Forgets the publisher in a forked child, which has no thread of it."""
     global _publisher, _lock
     _publisher, _lock = None, threading.RLock()
 

@@ -21,7 +21,7 @@ def colour(number: int) -> str:
 
 
 def rectangle(x: float, y: float, width: float, height: float, looks: str) -> str:
-    """A rectangle, that looks like these attributes say."""
+    """A rectangle with SVG attributes for its looks."""
     return f'<rect x="{x:.4g}" y="{y:.6g}" width="{width:.4g}" height="{height:g}" {looks}/>'
 
 
@@ -31,12 +31,12 @@ def stripe(x: float, y: float, width: float, height: float) -> str:
 
 
 def named(what: str, shape: str) -> str:
-    """A shape that says what it is to who points at it."""
+    """A shape that shows a text under the pointer."""
     return f"<g><title>{escape(what)}</title>{shape}</g>"
 
 
 class Drawing:
-    """See above; `y` is where it ends so far."""
+    """A drawing that grows downwards; `y` is where it ends so far."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -48,12 +48,12 @@ class Drawing:
         self.write(0, self.y - 5, text, 'font-weight="bold"' if bold else "")
 
     def write(self, x: float, y: float, text: str, looks: str = "") -> None:
-        """Puts text somewhere."""
+        """Adds text at a position."""
         if text:
             self.put(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {looks}>{escape(text)}</text>')
 
     def put(self, shape: str) -> None:
-        """Puts a shape where it says."""
+        """Adds a shape."""
         self._parts.append(shape)
 
     def legend(self, entries: Iterable[tuple[str, str]]) -> None:
@@ -70,7 +70,7 @@ class Drawing:
         self.y += KEY + 6
 
     def svg(self) -> str:
-        """All of it."""
+        """The SVG of the drawing."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{self.y}" '
             f'viewBox="0 0 {WIDTH} {self.y}" style="max-width:100%;height:auto" font-family="sans-serif" '

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,7 @@ BLOCK = 512
 """Tokens that an id of Mooncake's `hash_ids` stands for."""
 CSV_COLUMNS = "ContextTokens", "GeneratedTokens"
 JSON_COLUMNS = "input_length", "output_length"
-TIMES = "TIMESTAMP", "timestamp"
 READ = f"A trace is CSV with {' and '.join(CSV_COLUMNS)}, or JSON lines with {' and '.join(JSON_COLUMNS)}, in UTF-8"
-SHAREGPT = "it looks like ShareGPT's conversations, which are texts without numbers of tokens"
 
 
 class TraceError(VmmkvError, ValueError):
@@ -31,10 +30,13 @@ class TraceError(VmmkvError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request: how many tokens, and when, in seconds after the first of its trace (0 where that is not known).
+    """One request of a trace.
 
-    Where the trace says so, what its prompt consists of: ids of `blocks` of `BLOCK` tokens, the last of which may be
-    fewer. Equal ids are equal tokens behind an equal beginning.
+    Attributes:
+        prompt, output: numbers of tokens.
+        arrival: seconds after the first request of the trace; 0 if the trace has no times.
+        blocks: ids of the prompt's blocks of `BLOCK` tokens, the last of which may have fewer; empty if the trace has
+            none. Equal ids are equal tokens behind an equal beginning.
     """
 
     prompt: int
@@ -57,73 +59,36 @@ def read_trace(path: Path) -> list[Request]:
             milliseconds; all requests have one or none has. What a file is follows from its content, not from its name.
 
     Raises:
-        TraceError: it is neither, or empty; the message says what is missing and what there is.
+        TraceError: the file is no trace, or empty; the message says what is missing and what there is.
     """
     requests: list[Request] = []
     times: list[float | None] = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            for row, columns in _rows(file):
-                time = _seconds(row)
-                if times and (time is None) != (times[0] is None):
-                    raise ValueError("of its requests some have times and some have none")
-                times.append(time)
-                requests.append(_request(row, columns))
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is no trace: it is not text in UTF-8 ({error.reason}). {READ}") from None
+            is_json = file.read(4096).lstrip().startswith("{")
+            file.seek(0)
+            rows = map(json.loads, filter(str.strip, file)) if is_json else csv.DictReader(file)
+            for row in rows:
+                times.append(_seconds(row))
+                requests.append(_request(row, JSON_COLUMNS if is_json else CSV_COLUMNS))
     except (TypeError, ValueError, OverflowError, RecursionError, csv.Error) as error:
         raise TraceError(f"{path} is no trace, at request {len(requests) + 1}: {error}. {READ}") from None
     if not requests:
         raise TraceError(f"{path} holds no requests. {READ}")
+    if len({time is None for time in times}) > 1:
+        raise TraceError(f"{path} is no trace: some of its requests have times and some have none. {READ}")
     return [replace(each, arrival=(time or 0.0) - (times[0] or 0.0)) for each, time in zip(requests, times)]
 
 
-def _rows(file: TextIO) -> Iterator[tuple[Mapping[str, Any], tuple[str, str]]]:
-    """The requests of a file by the names of their columns, and which of these say how many tokens they have."""
-    begin = file.read(4096).lstrip()
-    file.seek(0)
-    if begin.startswith("["):
-        kind = SHAREGPT if '"conversations"' in begin else "write each entry on a line of its own"
-        raise ValueError(f"it is one JSON document, a list: {kind}")
-    if begin.startswith("{"):
-        for line in filter(str.strip, file):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"a line is not JSON ({error.msg}); a document over several lines is not read"
-                ) from None
-            if not isinstance(row, dict):
-                raise ValueError("a line of JSON is not an object")
-            _check_columns(JSON_COLUMNS, row)
-            yield row, JSON_COLUMNS
-    elif begin:
-        reader = csv.DictReader(file)
-        _check_columns(CSV_COLUMNS, reader.fieldnames or ())
-        for row in reader:
-            if None in row:
-                raise ValueError(f"a line has more values than the {len(row) - 1} columns")
-            _check_columns(CSV_COLUMNS, [name for name, value in row.items() if value is not None])
-            yield row, CSV_COLUMNS
-
-
-def _check_columns(needed: Iterable[str], there: Collection[str]) -> None:
-    """Raises `ValueError` where a column is missing, or has nearly the name of one that is read."""
-    names = ", ".join(map(repr, list(there)[:20]))
-    if missing := [name for name in needed if name not in there]:
-        kind = f" ({SHAREGPT})" if "conversations" in there else ""
-        raise ValueError(f"{' and '.join(missing)} missing; there are {names or 'no columns'}{kind}")
-    if odd := [name for name in there if name.strip().lower() == "timestamp" and name not in TIMES]:
-        raise ValueError(f"column {odd[0]!r} is neither TIMESTAMP nor timestamp; there are {names}")
-
-
-def _request(row: Mapping[str, Any], columns: tuple[str, str]) -> Request:
+def _request(row: dict[str, Any], columns: tuple[str, str]) -> Request:
     """A request without its time."""
-    prompt, output = (row[name] for name in columns)
+    if missing := [name for name in columns if name not in row]:
+        raise ValueError(f"{' and '.join(missing)} missing; there are {reprlib.repr([*row])}")
     blocks = row.get("hash_ids", ())
     if isinstance(blocks, str):
         raise ValueError(f"hash_ids {blocks!r} are text; they are a list of numbers, in JSON lines")
-    return Request(max(_count(prompt), 1), max(_count(output), 1), blocks=tuple(map(int, blocks)))
+    prompt, output = (max(_count(row[name]), 1) for name in columns)
+    return Request(prompt, output, blocks=tuple(map(int, blocks)))
 
 
 def _count(value: object) -> int:
@@ -134,8 +99,8 @@ def _count(value: object) -> int:
     return number
 
 
-def _seconds(row: Mapping[str, Any]) -> float | None:
-    """When a request came; None where that is not known."""
+def _seconds(row: dict[str, Any]) -> float | None:
+    """When a request came; None if the row does not say."""
     if "TIMESTAMP" in row:
         date = datetime.fromisoformat(row["TIMESTAMP"])
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
@@ -148,8 +113,8 @@ def _seconds(row: Mapping[str, Any]) -> float | None:
 
 
 def known_tokens(requests: Iterable[Request]) -> list[int]:
-    """By request how many tokens its prompt has in common with the beginning of one before it, as their blocks say; but
-    for its last token, which has to be computed."""
+    """For each request, how many tokens its prompt has in common with the beginning of an earlier prompt, by their
+    blocks. The last token does not count, since it has to be computed."""
     seen: Counter[int] = Counter()
     known = []
     for request in requests:
@@ -164,7 +129,7 @@ def known_tokens(requests: Iterable[Request]) -> list[int]:
 
 
 def name_of(trace: Path | None) -> str:
-    """What results call the requests that were replayed: a trace's, or random ones."""
+    """The name of the replayed requests in results."""
     return trace.name if trace else "lognormal, those of vmmkv.workload.conversations"
 
 

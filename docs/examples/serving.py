@@ -37,17 +37,17 @@ try:
     ) as stream:
         for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)
-            break  # who goes away gives memory to others
+            break  # the request ends, and gives its memory back
     # --8<-- [end:client]
     print()
 
     # --8<-- [start:refused]
     try:
-        client.completions.create(model=folder.name, prompt="w3 w5 w7", max_tokens=1_000_000)
+        client.completions.create(model=folder.name, prompt="w3 w5 w7 " * 1000)
     except openai.BadRequestError as error:
         print(error)  # a row is as long as `--max-seq-len`
     else:
-        raise AssertionError("there was room for it")
+        raise AssertionError("the prompt fits a row")
     # --8<-- [end:refused]
     client.close()
 finally:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..errors import VmmkvError
 from .check_kernel import check_kernel
 from .demo import demo
@@ -26,6 +28,21 @@ app = typer.Typer(
 for command in (info, plan, demo, top, pool, check_kernel):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"vmmkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Options of the command line itself; the help of the commands is the app's."""
 
 
 def run() -> None:

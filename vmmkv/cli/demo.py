@@ -1,4 +1,4 @@
-"""The command `vmmkv demo`: the main job, on a laptop or a GPU, checked against float64."""
+"""The command `vmmkv demo`: continuous batching on a laptop or a GPU, checked against float64."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
+from .. import KEPT_PAGE, SHARED_PAGE, VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver.driver import open_driver
 from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
@@ -29,12 +29,20 @@ SMALL_PAGE = 64 << 10
 ERROR_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Relative errors of attention that rounding can explain."""
 REQUESTS = 300
-"""That are replayed, unless others are asked for."""
+"""Requests that are replayed by default."""
 HOST_TOKENS = 100_000
-"""And on the host no more of a trace than come to so many: prompts may be long."""
+"""Tokens of a trace that are replayed on the host by default: prompts may be long."""
 STATIC_TOKENS = 8192
-"""What static reservation keeps for each sequence, or the longest request where that is more."""
-LABELS = ("static reservation", "block table, 16 tokens", "per layer, 2 MiB pages", "vmmkv, 2 MiB pages")
+"""Tokens that a static reservation keeps for each sequence, or those of the longest request if that is longer."""
+LABELS = {
+    "static": ("static reservation", "any"),
+    "block_table_16": ("block table, 16 tokens", "with block tables"),
+    "per_layer": ("per layer, 2 MiB pages", "any"),
+    "vmmkv": ("vmmkv, 2 MiB pages", "any"),
+}
+"""By scheme its name, and which attention kernels run on it."""
+PALE = ["#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5", "#393b79"]
+"""Ten more colours behind matplotlib's own ten."""
 
 
 def demo(
@@ -70,10 +78,10 @@ def demo(
     replay = Replay(cache, work, check_every, rng)
     start = perf_counter()
     try:
-        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-            task = progress.add_task("Replaying requests", total=len(work))
-            for finished in replay.run():
-                progress.update(task, completed=finished)
+        columns = TextColumn("Replaying tokens"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            task = progress.add_task("", total=sum(request.total for request in work))
+            replay.run(lambda tokens: progress.advance(task, tokens))
     except InvariantError as error:
         errors.print(f"An invariant broke: {error}", style="red")
         raise typer.Exit(1) from None
@@ -92,7 +100,7 @@ def demo(
 
 
 def _chosen(found: list[Request], requests: int | None, device: str | None) -> list[Request]:
-    """The requests of a trace that are replayed; says how many these are."""
+    """The requests of a trace that are replayed; prints how many."""
     work = found[: requests or REQUESTS]
     if requests is None and open_driver(device).device.type == "cpu":
         before = accumulate((request.total for request in work), initial=0)
@@ -116,7 +124,7 @@ def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens:
         max_bytes=max_bytes,
         device=driver.device,
         page_size=page_size,
-        large_frames=False,  # so that it can be told what becomes of each page
+        large_frames=False,  # so that the picture shows single pages
     )
 
 
@@ -137,6 +145,7 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
         "environment": environment(cache.device),
         "requests": requests,
+        "tokens": sum(request.total for request in replay.requests),
         "steps": replay.batching.steps,
         "preemptions": replay.batching.preemptions,
         "peak_sequences": max(map(len, replay.lengths)),
@@ -164,76 +173,71 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], plot: Path | None) -> None:
-    calls = sum(result["driver_calls"].values())
-    share = result["driver_seconds"] / result["seconds"]
+    """Compares the schemes in a table; then says what was replayed, what was checked, and what rows cost and save."""
+    waste = {scheme: f"{share:.1%}" for scheme, share in result["waste"].items()}
+    rows = [
+        (name, waste[scheme], f"{result['waste_at_peak'][scheme]:.1%}", kernels)
+        for scheme, (name, kernels) in LABELS.items()
+    ]
+    columns = "scheme", "over time", "at the peak", "attention kernels"
+    console.print(make_table("Waste: memory that holds no token (Llama-3.1-8B, bf16)", columns, rows))
     console.print(
-        make_table(
-            "Waste: allocated bytes that hold no token (Llama-3.1-8B, bf16)",
-            ("scheme", "over time", "at the peak"),
-            [
-                (label, f"{result['waste'][scheme]:.1%}", f"{result['waste_at_peak'][scheme]:.1%}")
-                for label, scheme in zip(LABELS, SCHEMES)
-            ],
-        )
+        f"Replayed {result['requests']:,} requests of {result['tokens']:,} tokens on {result['device']}, up to "
+        f"{result['peak_sequences']} at a time, with {format_bytes(result['budget_bytes'])} for K and V."
     )
-    found, known = (f"{result[tokens] / result['prompt_tokens']:.1%}" for tokens in ("cached_tokens", "known_tokens"))
-    reuse = [("prompt tokens that were cached", f"{found} (the trace allows {known})")]
-    page, budget = format_bytes(result["page_size"]), format_bytes(result["budget_bytes"])
     console.print(
-        make_table(
-            f"vmmkv on {result['device']}, pages of {page}, budget {budget}",
-            ("what", "this run"),
-            [
-                ("requests, decode steps", f"{result['requests']:,}, {result['steps']:,}"),
-                ("most sequences, tokens at a time", f"{result['peak_sequences']}, {result['peak_tokens']:,}"),
-                ("sequences preempted for want of pages", f"{result['preemptions']:,}"),
-                ("waste, measured", f"{result['waste_measured']:.1%}"),
-                ("pages created, page uses", f"{result['pages_created']:,}, {result['page_uses']:,}"),
-                ("reuse factor", f"{result['reuse_factor']:.1f}"),
-                ("sequences that adopted mapped pages", f"{result['adoptions']:,}"),
-                *(reuse if result["known_tokens"] else ()),
-                ("driver calls, share of the time", f"{calls:,}, {share:.1%} of {result['seconds']:.1f} s"),
-                ("attention checks", f"{result['checks']:,}"),
-                ("worst attention error against float64", f"{result['max_error']:.1e} (bound {result['error_bound']})"),
-            ],
-        )
+        f"Checked attention on the rows against float64 {result['checks']:,} times: the largest relative error is "
+        f"{result['max_error']:.1e}, and up to {result['error_bound']} is rounding."
     )
+    console.print(
+        f"Rows leave {waste['vmmkv']} of their memory without tokens, as a block table does "
+        f"({waste['block_table_16']}), but any attention kernel runs on them; a static reservation leaves "
+        f"{waste['static']}. Each page was used {result['reuse_factor']:.1f} times, and calls of the memory system "
+        f"took {result['driver_seconds'] / result['seconds']:.1%} of the time."
+    )
+    if result["known_tokens"]:
+        found, known = (result[tokens] / result["prompt_tokens"] for tokens in ("cached_tokens", "known_tokens"))
+        console.print(f"Of the prompts' tokens {found:.1%} were cached already (the trace allows {known:.1%}).")
     if plot:
-        console.print(f"Page map over time: {plot}")
+        console.print(f"The picture of all pages over time is {plot}.")
 
 
 def _plot(replay: Replay, path: Path) -> None:
-    """Time to the right, physical pages upwards, a colour per sequence."""
+    """Time to the right, physical pages upwards, a colour for each sequence."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    colours = 20
+    legend = {"no memory": "white", "no tokens": "lightgrey", "kept for reuse": "grey", "several sequences": "black"}
+    codes = {VACANT_PAGE: 0, KEPT_PAGE: 2, SHARED_PAGE: 3}
+    colours = [*(f"C{index}" for index in range(10) if index != 7), *PALE]  # C7 is grey
     steps = [step for step, _ in replay.page_maps]
-    picture = np.full((max(len(pages) for _, pages in replay.page_maps), len(steps)), 0)
+    picture = np.zeros((max(len(pages) for _, pages in replay.page_maps), len(steps)), int)
     for column, (_, pages) in enumerate(replay.page_maps):
-        # 0 does not exist (yet), 1 free or surplus, from 2 on a colour that neighbours in time do not share
-        picture[: len(pages), column] = np.where(
-            pages >= 0, 2 + pages * 7 % colours, np.where(pages == VACANT_PAGE, 0, 1)
-        )
-    palette = ListedColormap(["white", "lightgrey", *(f"C{index}" for index in range(10)), *PALE])
+        picture[: len(pages), column] = np.where(pages >= 0, len(legend) + pages * 7 % len(colours), 1)
+        for state, code in codes.items():
+            picture[: len(pages), column][pages == state] = code
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    extent = (steps[0], steps[-1] + 1, 0, len(picture))
     axes.imshow(
         picture,
-        cmap=palette,
+        cmap=ListedColormap([*legend.values(), *colours]),
         vmin=0,
-        vmax=colours + 1,
+        vmax=len(legend) + len(colours) - 1,
         aspect="auto",
         interpolation="nearest",
         origin="lower",
-        extent=extent,
+        extent=(steps[0], steps[-1] + 1, 0, len(picture)),
     )
-    axes.set(
-        xlabel="decode step", ylabel="physical page", title="Who has which page (a colour per sequence, grey: nobody)"
+    axes.set(xlabel="decode step", ylabel="physical page", title="What each physical page holds")
+    patches = [
+        Patch(facecolor=colour, edgecolor="grey", label=label)
+        for code, (label, colour) in enumerate(legend.items())
+        if (picture == code).any()
+    ]
+    figure.legend(
+        handles=[*patches, Patch(facecolor="C0", label="one sequence, each in its colour")],
+        loc="outside lower center",
+        ncols=5,
     )
     figure.savefig(path, dpi=150)
-
-
-PALE = ["#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5", "#393b79"]
-"""Ten more colours behind matplotlib's own ten."""

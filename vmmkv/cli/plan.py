@@ -24,20 +24,22 @@ from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
 DEFAULT_SEQ_LEN = 8192
-"""Of a model whose config names no longest sequence."""
+"""Tokens of the longest sequence, if the config names none."""
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A model's config.json, instead of its sizes.")
-    ] = None,
     model: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, help="Several models on one card: a config.json, or its folder, for each."),
+        typer.Option(
+            "--model",
+            "--config",
+            exists=True,
+            help="A model's config.json, or its folder, instead of its sizes; several for models on one card.",
+        ),
     ] = None,
     reserved: Annotated[
         list[str] | None,
-        typer.Option(help="With --model, once for each: 10GiB, or a share of --memory, that it can have at any time."),
+        typer.Option(help="Once for each of several models: 10GiB, or a share of --memory, that it can always have."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers that keep K and V.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads per layer.")] = None,
@@ -81,27 +83,27 @@ def plan(
         dtype, scales = str(kept).removeprefix("torch."), "token_head"
     sizes = layers, kv_heads, head_dim, v_head_dim
     has_sizes = any(size is not None for size in sizes)
-    if model:
-        if config or has_sizes or batch:
-            raise typer.BadParameter("give --model, or one model by --config or sizes; --batch goes with one model")
+    if model and has_sizes:
+        raise typer.BadParameter("give --model or sizes, not both")
+    if model and len(model) > 1:
+        if batch:
+            raise typer.BadParameter("--batch goes with one model")
         result = _plan_pool(model, reserved, memory, dtype, scales, max_seq_len, mean_tokens)
     else:
         if reserved:
             raise typer.BadParameter("--reserved goes with several --model; one model has all of the memory")
-        if config and has_sizes:
-            raise typer.BadParameter("give --config or sizes, not both")
-        result = _plan_model(config, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
+        result = _plan_model(model[0] if model else None, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
         if batch and tokens:
             nbytes = batch * tokens * result["token_bytes"]
             result["cache"] = {"batch": batch, "tokens": tokens, "bytes": nbytes}
     if json_output:
         print_json(result)
     else:
-        (_print_pool if model else _print)(result)
+        (_print_pool if "models" in result else _print)(result)
 
 
 def _plan_model(
-    config: Path | None,
+    model: Path | None,
     sizes: tuple[int | None, ...],
     memory: str,
     dtype: str | None,
@@ -112,19 +114,22 @@ def _plan_model(
     """One model, by its config or by its sizes."""
     layers, kv_heads, head_dim, v_head_dim = sizes
     longest = None
-    if config:
-        layout, longest = _read_model(config, dtype, scales)
+    if model:
+        layout, longest = _read_model(model, dtype, scales)
     elif layers and kv_heads and head_dim:
         layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim, scales=scales)
     else:
-        raise typer.BadParameter("give --config, or --layers, --kv-heads and --head-dim")
+        raise typer.BadParameter("give --model, or --layers, --kv-heads and --head-dim")
     length = max_seq_len or longest or DEFAULT_SEQ_LEN
     return _plan(layout, _memory_bytes(memory), length, mean_tokens or -(-length // 4))
 
 
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
-    """The layout of a model, and the longest sequence that its config names."""
-    config = _read_config(path)
+    """The layout of a model by its config.json or the folder of it, and the longest sequence that the config names."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise typer.BadParameter(f"--model {path}: there is no config.json in this folder")
+    config = _read_config(file)
     text = text_config(config)
     key = next((key for key in MAX_SEQ_LEN if text.get(key)), None)
     longest = check_size(key, text[key]) if key else None
@@ -166,8 +171,6 @@ def _plan_pool(
     mean_tokens: int | None,
 ) -> dict[str, Any]:
     """Several models on one pool, with so much reserved for each, and with an equal share of the memory each."""
-    if len(models) < 2:
-        raise typer.BadParameter("give --model twice or more; one model is --config")
     if reserved and len(reserved) != len(models):
         raise typer.BadParameter("give --reserved once for each --model, in their order; 0 reserves nothing")
     nbytes, page_size = _memory_bytes(memory), DEFAULT_PAGE_SIZE
@@ -177,10 +180,7 @@ def _plan_pool(
         raise BudgetError(f"asked for {len(models)} models in {nbytes} bytes, which is less than a page for each")
     rows, costs = [], []
     for model, own in zip(models, promised):
-        path = model / "config.json" if model.is_dir() else model
-        if not path.is_file():
-            raise typer.BadParameter(f"--model {model}: there is no config.json in this folder")
-        layout, longest = _read_model(path, dtype, scales)
+        layout, longest = _read_model(model, dtype, scales)
         length = max_seq_len or longest or DEFAULT_SEQ_LEN
         mean = mean_tokens or -(-length // 4)
         sizes = {"pool": nbytes - sum(promised) + own, "share": share, "reserved": own}
@@ -300,5 +300,5 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _sizes(sizes: int | Sequence[int]) -> str:
-    """Of all layers, or those of different layers."""
+    """The size of all layers, or the different sizes."""
     return " or ".join(map(str, sorted(set(sizes)))) if isinstance(sizes, Sequence) else str(sizes)

@@ -1,14 +1,14 @@
 """Continuous batching over a cache: requests arrive, grow token by token, finish, and leave their pages.
 
-K and V are written for real, and ordinary attention on the rows is compared with a float64 reference. What a
-token's K and V are follows from a table and a hash of its position and of its sequence, or of its block of the prompt
-where a trace tells what prompts have in common. So the reference never looks at the cache: a page that went to the
-wrong place shows as a wrong answer, and so does one that is reused and should not be.
+K and V are written for real, and ordinary attention on the rows is compared with a float64 reference. The K and V of a
+token follow from a table and a hash of its position and of its sequence, or of its block of the prompt if the trace
+says what prompts have in common. So the reference never reads the cache: a page in the wrong place gives a wrong
+answer, and so does a page that is reused and should not be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -36,8 +36,8 @@ class Replay:
     """Replays `requests` on `cache`, as many at a time as it has rows and pages for.
 
     Attributes:
-        batching: who runs and who waits.
-        cached: by request how many tokens of its prompt held K and V already when it first started.
+        batching: the requests that run and that wait.
+        cached: for each request, how many tokens of its prompt had K and V already when it first started.
         lengths: per step the lengths of all running sequences.
         waste: at each check the waste that the cache reports of itself.
         max_error: the worst attention error, |out - reference| / |reference|.
@@ -65,27 +65,27 @@ class Replay:
         self._table = torch.randn(TABLE_SIZE, layout.num_layers, 2, heads, width, generator=self._generator)
         self._table = self._table.to(layout.dtype).to(self.cache.device)
         self._sources: WeakKeyDictionary[Sequence, npt.NDArray[np.int64]] = WeakKeyDictionary()
-        """By sequence where each of its tokens comes from: its block, or the sequence alone."""
+        """For each sequence, the number that its tokens are hashed with: of their block, or of the sequence alone."""
         self._names: dict[int, int] = {}
         """Small numbers for blocks."""
         self._own = count(-1, -1)
         self._is_shared = any(request.blocks for request in self.requests)
         self.batching = Batching(self.cache, self.requests, self.cache.max_sequences, self._start)
 
-    def run(self) -> Iterator[int]:
-        """Runs to the end; yields how many requests have finished after each step."""
-        finished = 0
+    def run(self, advance: Callable[[int], None]) -> None:
+        """Runs to the end, and calls `advance` with the number of tokens whenever some were added."""
+        self._advance = advance
         while self.batching.waiting or self.batching.running:
             self.batching.admit()
             self.batching.decode()
             self._write_tokens()
             self._observe()
-            finished += self.batching.retire()
-            yield finished
+            advance(len(self.batching.running))
+            self.batching.retire()
         self.cache.check()
 
     def _start(self, request: Request, generated: int) -> Sequence:
-        """A sequence with its prompt, which is known to others from now on, where it consists of blocks."""
+        """Starts a sequence and writes its prompt; commits the prompt for reuse if it consists of blocks."""
         sources = np.full(request.total, next(self._own))
         for index, block in enumerate(request.blocks):
             end = min((index + 1) * BLOCK, request.prompt)
@@ -98,6 +98,7 @@ class Replay:
             sequence.commit(ids)
         if len(self.cached) < len(self.requests) and request is self.requests[len(self.cached)]:
             self.cached.append(sequence.cached_tokens)
+        self._advance(sequence.length)
         return sequence
 
     def _write_prompt(self, sequence: Sequence) -> None:
@@ -109,7 +110,7 @@ class Replay:
                     cache[sequence.row, positions] = records[:, layer, which]
 
     def _write_tokens(self) -> None:
-        """The last token of every running sequence."""
+        """Writes the last token of every running sequence."""
         device = self.cache.device
         sequences = [running.sequence for running in self.batching.running]
         last = [(int(self._sources[each][each.length - 1]), each.row, each.length - 1) for each in sequences]
@@ -120,7 +121,7 @@ class Replay:
                 cache[rows, positions] = records[:, layer, which]
 
     def _observe(self) -> None:
-        """Takes down what is live; at regular steps checks the books and the attention."""
+        """Records the live lengths; at regular steps checks pages and attention."""
         sequences = [running.sequence for running in self.batching.running]
         lengths = np.array([sequence.length for sequence in sequences])
         self.lengths.append(lengths)

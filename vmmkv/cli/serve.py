@@ -15,8 +15,7 @@ def serve(
         typer.Argument(
             metavar="MODEL",
             help="The model: a folder, or a repository on the hub such as org/name, org/name@revision or "
-            "org/name:file.gguf. Without one each request needs a model that is on this machine. And any options of "
-            "transformers serve, such as --host, --port and --device.",
+            "org/name:file.gguf; without one each request names its own. And any options of transformers serve.",
         ),
     ] = None,
     max_bytes: Annotated[
@@ -31,10 +30,6 @@ def serve(
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; without it in the model's dtype.")
     ] = None,
-    max_request_bytes: Annotated[
-        str | None,
-        typer.Option(help="The largest body of a request: 1MiB. By default 32 bytes a token of a row, and 64 KiB."),
-    ] = None,
 ) -> object:
     """Serve a model as `transformers serve` does, with K and V of all requests in rows.
 
@@ -48,10 +43,5 @@ def serve(
             f'asked for a server, and found none that is known here ({error}); run: pip install "vmmkv[serve]"'
         ) from error
     return serve_on_rows(
-        arguments or [],
-        max_bytes=max_bytes,
-        max_seq_len=max_seq_len,
-        idle_seconds=idle_seconds,
-        kv_dtype=kv_dtype,
-        max_request_bytes=max_request_bytes,
+        arguments or [], max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
     )

@@ -10,18 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..publication import read_all
 from .options import JsonOutput
-from .output import console, format_bytes, make_table, print_json
+from .output import console, format_bytes, print_json
 from .pool import ledgers, read, tables
 
-COLUMNS = (
-    *("process", "pool", "limit", "taken", "used", "sequences", "tokens"),
-    *("cached", "ahead", "driver ms/s", "mapper ms/s"),
-)
+WIDTHS = {
+    "limit": 9, "taken": 9, "used": 9, "sequences": 10, "tokens": 11, "cached": 7, "ahead": 7, "driver": 7, "mapper": 7,
+}  # fmt: skip
+"""The columns, which are 76 characters wide in all."""
 ODD = KeyError, TypeError, ValueError, AttributeError, ArithmeticError
 """What reading a pool's statistics fails with if they are not those of this version."""
 Record = dict[str, Any]
@@ -35,23 +35,25 @@ def top(
 ) -> None:
     """Show the pools of your running processes that call `vmmkv.publish()`, until Ctrl-C.
 
-    `taken` is memory of the device, `used` what of it holds tokens. `cached` is the share of prompts' tokens whose K
-    and V were there already, of sequences that were started for reuse. `ahead` is the share of pages that were mapped
-    before somebody needed them; `driver` is time that callers have spent in calls of the memory system since the last
-    look, `mapper` that of the thread that nobody waits for. `--json` prints the last snapshots, once.
+    `taken` is memory of the device, and `used` is the part of it that holds tokens. `cached` is the share of prompt
+    tokens whose K and V were there already, in sequences that were started for reuse. `ahead` is the share of pages
+    that were mapped before a sequence needed them. `driver` and `mapper` are milliseconds a second in calls of the
+    memory system: those that callers waited for, and those of the mapper thread. `--json` prints the last snapshots,
+    once.
     """
-    if json_output:
-        print_json(read_all())
-        return
     records = read_all()
-    if once:
-        console.print(Group(draw(records, []), *shared()))
+    if json_output:
+        print_json(records)
         return
-    with suppress(KeyboardInterrupt), Live(draw(records, []), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            before, records = records, read_all()
-            live.update(Group(draw(records, before), *shared()), refresh=True)
+    shown = Group(draw(records, []), *shared())
+    if not once:
+        with suppress(KeyboardInterrupt), Live(shown, console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                time.sleep(interval)
+                before, records = records, read_all()
+                shown = Group(draw(records, before), *shared())
+                live.update(shown, refresh=True)
+    console.print(shown)
 
 
 def shared() -> Iterator[Table | str]:
@@ -60,24 +62,31 @@ def shared() -> Iterator[Table | str]:
         yield from tables([read(path) for path in paths])
 
 
-def draw(records: list[Record], before: list[Record]) -> Table | str:
-    """A table of what processes have published; `before` is what they had at the last look."""
+def draw(records: list[Record], before: list[Record]) -> Text:
+    """Two lines for each pool that is published, its process and its figures. `before` is what was published at the
+    last look."""
     last = dict(_pools(before))
-    rows = []
-    for key, both in _pools(records):
+    lines = []
+    for key, (record, pool) in _pools(records):
         with suppress(*ODD):
-            rows.append(_row(*both, last.get(key)))
-    return make_table("Pools", COLUMNS, rows) if rows else HINT
+            name = f"{record['pid']} {' '.join(record['command'].split())}"
+            figures = _figures(record, pool, last.get(key))
+            lines += [f"{name[:50]}, pool {pool['number']} ({pool['device']})", _line(figures)]
+    return Text("\n".join([_line(WIDTHS), *lines]) if lines else HINT)
+
+
+def _line(cells: Any) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS.values()))
 
 
 def _pools(records: list[Record]) -> Iterator[tuple[Any, tuple[Record, Record]]]:
-    """Each pool, and its process, by what names it for as long as it lives."""
+    """Each pool and its process, by a key that stays the same as long as the pool lives."""
     for record in records:
         for pool in record["pools"]:
             yield (record["pid"], record["start"], str(pool.get("number"))), (record, pool)
 
 
-def _row(record: Record, pool: Record, last: tuple[Record, Record] | None) -> list[str]:
+def _figures(record: Record, pool: Record, last: tuple[Record, Record] | None) -> list[str]:
     mapped = pool["pages_mapped"]
     pages = sum(mapped.values())
     rates = ["", ""]
@@ -85,8 +94,6 @@ def _row(record: Record, pool: Record, last: tuple[Record, Record] | None) -> li
         spent = (_seconds(pool[calls]) - _seconds(last[1][calls]) for calls in ("driver_calls", "mapper_calls"))
         rates = [f"{each / seconds * 1000:.1f}" for each in spent]
     return [
-        escape(f"{record['pid']} {record['command'][:30]}"),
-        escape(f"{pool['number']} ({pool['device']})"),
         *(format_bytes(pool[f"{name}_bytes"]) for name in ("limit", "physical", "used")),
         f"{pool['sequences']:,}",
         f"{pool['tokens']:,}",

@@ -1,4 +1,4 @@
-"""What continuous batching is asked for, looked at before it is taken: what fails in a batch ends all of it."""
+"""Checks of what continuous batching is asked for, before a batch takes it: an error in a batch ends all requests."""
 
 from __future__ import annotations
 
@@ -14,46 +14,25 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
 
 LENGTH_MATTERS = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest request of a batch."""
-
 LEAST_TEMPERATURE = 1e-30
-"""What logits can be divided by in fp32."""
-
-
+"""The least number that logits can be divided by in fp32."""
 NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "constraints": ([],),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": ([],),
-    "guidance_scale": (1,),
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "prompt_lookup_num_tokens": (0,),
-    "sequence_bias": ({}, []),
-    "stop_strings": ([],),
-    "token_healing": (False,),
-    "watermarking_config": (),
-}
-"""What of a `GenerationConfig` continuous batching ignores, or ends with, and what it may be beside None."""
-
-
+    "bad_words_ids": ([],), "begin_suppress_tokens": ([],), "constraints": ([],), "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],), "forced_bos_token_id": (), "forced_eos_token_id": ([],), "guidance_scale": (1,),
+    "max_time": (), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "num_beam_groups": (1,),
+    "num_beams": (1,), "penalty_alpha": (0,), "prompt_lookup_num_tokens": (0,), "sequence_bias": ({}, []),
+    "stop_strings": ([],), "token_healing": (False,), "watermarking_config": (),
+}  # fmt: skip
+"""Settings of a `GenerationConfig` that continuous batching ignores or fails with, and their values that mean nothing
+beside None."""
 BESIDE_TOKENS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 """What `generate` returns with `return_dict_in_generate`, and otherwise leaves out."""
 
 
 def check_generation(config: GenerationConfig) -> None:
-    """Raises `UnsupportedError` where tokens would not be those that a `GenerationConfig` asks for. Not of
-    `repetition_penalty`, which the configurations of many models have: transformers leaves it out with a warning."""
+    """Raises `UnsupportedError` where tokens would not be those that a `GenerationConfig` asks for. Not for
+    `repetition_penalty`, which the configs of many models have: transformers leaves it out with a warning."""
     for name, neutral in NOT_IN_BATCHES.items():
         value = getattr(config, name, None)
         if value is not None and value not in neutral:
@@ -70,11 +49,10 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> GenerationConfig:
-    """A config whose `top_k` is the vocabulary at most, as `generate` takes a larger one: a batch would end with it."""
-    if vocabulary is None or not isinstance(config.top_k, int) or config.top_k <= vocabulary:
-        return config
-    config = copy.deepcopy(config)
-    config.top_k = vocabulary
+    """A config with a `top_k` of the vocabulary at most. `generate` takes a larger one for that; a batch would fail."""
+    if vocabulary is not None and isinstance(config.top_k, int) and config.top_k > vocabulary:
+        config = copy.deepcopy(config)
+        config.top_k = vocabulary
     return config
 
 
@@ -82,40 +60,39 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
     """Raises `ArgumentError` where a persistent manager, which keeps its own `GenerationConfig`, is asked to use
     another. `max_new_tokens` is each call's."""
     for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
-        wanted, has = getattr(asked, name, None), getattr(used, name)
-        if name[0].isalpha() and not _means(name, wanted, has):
-            raise ArgumentError(
-                f"asked for {name}={wanted!r} of a persistent manager whose GenerationConfig has {has!r}; "
-                "destroy_cached_continuous_batching_manager() lets the next have another"
-            )
+        if name[0].isalpha():
+            _check_kept(name, getattr(asked, name, None), used)
 
 
 def check_same_batching(asked: Any, used: Any) -> None:
-    """Raises `ArgumentError` where a persistent manager is asked to work by another `ContinuousBatchingConfig` than it
-    was made for."""
+    """Raises `ArgumentError` where a persistent manager is asked to work by another `ContinuousBatchingConfig` than its
+    own."""
     for name, wanted in vars(asked).items():
-        if wanted != (has := getattr(used, name)):
-            raise ArgumentError(
-                f"asked for {name}={wanted!r} of a persistent manager whose ContinuousBatchingConfig has {has!r}; "
-                "destroy_cached_continuous_batching_manager() lets the next have another"
-            )
+        _check_kept(name, wanted, used)
+
+
+def _check_kept(name: str, wanted: Any, used: Any) -> None:
+    if not _means(name, wanted, has := getattr(used, name)):
+        kind = "GenerationConfig" if isinstance(used, GenerationConfig) else "ContinuousBatchingConfig"
+        raise ArgumentError(
+            f"asked for {name}={wanted!r} of a persistent manager whose {kind} has {has!r}; "
+            "destroy_cached_continuous_batching_manager() lets the next have another"
+        )
 
 
 def _means(name: str, asked: Any, used: Any) -> bool:
-    """Whether a setting that is asked for is the one in use; ids that end a request may be in any container."""
-    return {*end_ids(asked)} == {*end_ids(used)} if name == "eos_token_id" else asked == used
+    """Whether two values of a setting mean the same; ids that end a request may be in any container."""
+    return {*end_ids(asked)} == {*end_ids(used)} if name == "eos_token_id" else bool(asked == used)
 
 
 def end_ids(given: Any) -> list[int]:
-    """Ids that end a request, of one or of several in any container; none is -1, as transformers writes it.
+    """Ids that end a request, given as one or as several in any container. None gives -1, as transformers writes it.
 
     Raises:
         ArgumentError: they are no whole numbers.
     """
-    if given is None:
-        return [-1]
     try:
-        return [operator.index(given)]
+        return [-1 if given is None else operator.index(given)]
     except TypeError:
         pass
     try:
@@ -125,12 +102,12 @@ def end_ids(given: Any) -> list[int]:
 
 
 def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -> None:
-    """Checks what `generate_batch` is told beside its own parameters, where transformers ignores all of it. `generate`
-    passes everything on that it was given: its inputs, and what it has put into the `GenerationConfig`.
+    """Checks keywords of `generate_batch` beside its own parameters, all of which transformers ignores. `generate`
+    passes on its inputs, and what it has put into the `GenerationConfig`.
 
     Raises:
         UnsupportedError: prompts are padded.
-        ArgumentError: it is told what has no meaning, or another one than the `GenerationConfig` in use.
+        ArgumentError: a keyword has no meaning, or another value than the `GenerationConfig` in use.
     """
     for name, value in told.items():
         if value is None:
@@ -154,15 +131,15 @@ def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -
 
 
 def check_paged(config: GenerationConfig, max_length: int | None) -> None:
-    """Checks what `generate` is asked for where it runs continuous batching, which returns one tensor of one answer to
-    each prompt, and ends no request by its whole length.
+    """Checks what `generate` is asked for where it runs continuous batching, which returns one answer to each prompt
+    in one tensor, and ends no request by its whole length.
 
     Args:
-        config: what it uses.
-        max_length: what it was given, which `max_new_tokens` overrides.
+        config: the config in use.
+        max_length: the `max_length` that `generate` was given; `max_new_tokens` overrides it.
 
     Raises:
-        UnsupportedError: it is asked for something else.
+        UnsupportedError: `generate` is asked for something else.
     """
     how = 'cache_implementation="paged"'
     for name, neutral in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
@@ -178,17 +155,16 @@ def check_paged(config: GenerationConfig, max_length: int | None) -> None:
 
 
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
-    """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
-    lie in one batch with longer ones: some turn all of them otherwise as soon as one is far behind."""
+    """Raises `UnsupportedError` where a model has no positions for so many tokens, or gives requests other positions
+    as soon as a longer request is in their batch."""
     config = model.config.get_text_config()
     known, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
     limits = {"no rotary embeddings": known} if not rope else {}
     for each in (rope or {}, *(rope or {}).values()):
-        if isinstance(each, dict) and each.get("rope_type") in LENGTH_MATTERS:
-            kind = each["rope_type"]
-            limits[f"rope_type={kind!r}"] = (
-                each.get("original_max_position_embeddings") if kind == "longrope" else known
-            )
+        kind = each.get("rope_type") if isinstance(each, dict) else None
+        if kind in LENGTH_MATTERS:
+            original = each.get("original_max_position_embeddings")
+            limits[f"rope_type={kind!r}"] = original if kind == "longrope" else known
     for what, limit in limits.items():
         if limit is not None and max_seq_len > limit:
             raise UnsupportedError(
@@ -197,35 +173,26 @@ def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
             )
 
 
-class AtMost(int):
-    """A number of new tokens that nobody has asked for: where a row has room for fewer, these will do."""
-
-
 def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
-    """How many new tokens a request of so many gets: those that it asks for, or as many as a row has room for.
+    """How many new tokens a request of so many tokens gets: `new`, or as many as a row has room for.
 
     Raises:
         ArgumentError: `new` is no whole number, or less than 1.
-        SequenceTooLongError: there is room for fewer than it asks for, or for none.
+        SequenceTooLongError: the row has too little room.
     """
     try:
-        wanted = max_seq_len if new is None else operator.index(new)
+        wanted = 1 if new is None else operator.index(new)
     except TypeError:
         raise ArgumentError(f"got max_new_tokens={new!r}; give a whole number") from None
     if wanted < 1:
         raise ArgumentError(f"got max_new_tokens={new}; it must be 1 or more")
-    is_asked = not (new is None or isinstance(new, AtMost))
-    least, room = wanted if is_asked else 1, max_seq_len - tokens
-    if room < least:
+    room = max_seq_len - tokens
+    if room < wanted:
         raise SequenceTooLongError(
-            f"asked for {tokens} tokens and {least} new ones; a row is {max_seq_len} long. "
+            f"asked for {tokens} tokens and {wanted} new ones; a row is {max_seq_len} long. "
             "A larger max_seq_len takes addresses, not memory"
         )
-    return min(wanted, room)
-
-
-class Ids(list[int]):
-    """Ids of a prompt that `token_ids` has looked at."""
+    return room if new is None else wanted
 
 
 def vocabulary_of(model: Any) -> int | None:
@@ -233,17 +200,14 @@ def vocabulary_of(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "vocab_size", None)
 
 
-def token_ids(input_ids: Any, vocabulary: int | None) -> Ids:
-    """The ids of a prompt. Others would end the forward pass, and with it all requests.
+def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
+    """The ids of a prompt. Ids that the model does not know would end the forward pass, and all requests with it.
 
     Raises:
-        ArgumentError: they are none of this model's.
+        ArgumentError: they are not ids of this model.
     """
-    if isinstance(input_ids, Ids):
-        return input_ids
     try:
-        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
-        ids = Ids(map(operator.index, given))
+        ids = list(map(operator.index, input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids))
     except TypeError as error:
         raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
     if not ids:
@@ -255,8 +219,8 @@ def token_ids(input_ids: Any, vocabulary: int | None) -> Ids:
 
 
 def check_sampling(vocabulary: int | None, *, temperature: Any = None, top_k: Any = None, top_p: Any = None) -> None:
-    """Raises `ArgumentError` for numbers from which no token can be drawn, or that would mean something else than they
-    do elsewhere. transformers looks at their types alone, and a draw that fails ends all requests."""
+    """Raises `ArgumentError` for numbers from which no token can be drawn, or that mean something else in `generate`.
+    transformers looks at their types alone, and a draw that fails ends all requests."""
     if isinstance(temperature, int | float) and not temperature >= LEAST_TEMPERATURE:
         raise ArgumentError(
             f"got temperature={temperature}; it must be {LEAST_TEMPERATURE} or more. top_k=1 takes the likeliest token"
