@@ -7,87 +7,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Any
+from textwrap import dedent
 
-import numpy as np
 import pytest
-from conftest import ROOT, run_python, small_driver
-from faulty import FaultyDriver
+from conftest import ROOT, run_python
 
 from vmmkv.compiled import code
-from vmmkv.driver.calls import Calls
-from vmmkv.driver.meter import Meter
-from vmmkv.driver.table import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT
-from vmmkv.errors import DriverError
-
-MODES = {"machine code": {}, "interpreted": {"VMMKV_INTERPRET": "1"}, "checked": {"NUMBA_BOUNDSCHECK": "1"}}
-SIZES = {3: 1, 0: 1, 7: 1, 8: 4, 12: 4}
-"""By the number of a frame: its pages."""
-
-
-def life(random: Random) -> list[object]:
-    """What many calls come to, with some of them failing."""
-    driver, meter = FaultyDriver(small_driver("cpu")), Meter()
-    calls, size = Calls(driver, meter), driver.page_size  # type: ignore[arg-type]
-    address, handles = driver.reserve(16 * size), np.full(16, VACANT)
-    seen: list[object] = []
-    for _ in range(random.randrange(4)):
-        driver.fail(random.choice(["create", "release", "map", "set_access", "unmap", "any"]), random.randrange(6))
-
-    def note(outcome: Any) -> None:
-        seen.append(outcome.done)
-        try:
-            outcome.check()
-        except DriverError as error:
-            seen.append(str(error))
-
-    def run(steps: list[tuple[int, ...]]) -> None:
-        note(calls.run([*chain.from_iterable(steps)]))
-
-    note(calls.create(handles, [3, 0, 7], 1))
-    note(calls.create(handles, [8, 12], 4))
-    seen.append((handles != VACANT).tolist())
-    made = [frame for frame in SIZES if handles[frame] != VACANT]
-    places = dict(zip(made, np.cumsum([1, *(SIZES[frame] for frame in made)]).tolist()))
-    ranges = [(address + place * size, SIZES[frame] * size) for frame, place in places.items()]
-    maps = [(MAP, *each, int(handles[frame])) for each, frame in zip(ranges, made)]
-    run([*maps, *((SET_READ_ACCESS, *each, VACANT) for each in ranges)])
-    there = [each for each in ranges if each[0] in driver.mapped]
-    run([(SET_ACCESS, *each, VACANT) for each in there[1:]])
-    seen += [len(driver.accessible), len(driver.writable)]
-    run([*((UNMAP, *each, VACANT) for each in there), *maps[:1]])
-    driver.heal()
-    driver.unmaps_anything = True
-    run([(UNMAP, address, 16 * size, VACANT)])
-    for pages in (1, 4):
-        note(calls.release(handles, [frame for frame in made if SIZES[frame] == pages], pages))
-    assert (handles == VACANT).all()
-    assert not driver.handles
-    driver.free(address, 16 * size)
-    return [*seen, meter.spent[:, 0].tolist()]
-
-
-LIVES = """
-    import conftest
-    from random import Random
-    from test_compiled import life
-    for seed in range(30):
-        print(life(Random(seed)))
-"""
-
-
-def test_machine_code_does_what_the_source_says() -> None:
-    """Also with bounds checks."""
-    told = {}
-    for mode, switches in MODES.items():
-        child = run_python(LIVES, env=os.environ | switches, fresh=True)
-        assert child.returncode == 0, f"{mode}: {child.stderr}"
-        told[mode] = child.stdout
-    assert told["machine code"].count("\n") == 30
-    assert set(told.values()) == {told["machine code"]}
 
 
 def test_the_source_itself_comes_through() -> None:
@@ -95,51 +22,52 @@ def test_the_source_itself_comes_through() -> None:
     seed = Random().randrange(1 << 32)
     machine = f"Machine(Random({seed}), faults=True).run(150)"
     code = f"import conftest; from random import Random; from core_machine import Machine; {machine}"
-    child = run_python(code, env=os.environ | MODES["interpreted"], fresh=True)
+    child = run_python(code, env=os.environ | {"VMMKV_INTERPRET": "1"}, fresh=True)
     assert child.returncode == 0, f"{machine}: {child.stderr}"
-
-
-def test_errors_leave_nothing_for_the_garbage_collector() -> None:
-    import gc
-    import weakref
-
-    driver = FaultyDriver(small_driver("cpu"))
-    calls = Calls(driver, Meter())  # type: ignore[arg-type]
-    driver.fail("create")
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(DriverError):
-            calls.create(np.full(1, VACANT), [0], 1).check()
-        gone = weakref.ref(calls)
-        del calls
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 # ---------------------------------------------------------------------- where code comes from
 
+LIBRARY = """
+    from .compiled.code import on_first_use
+    from .small_functions import double
+
+    ENTRIES, SOURCES = [double], ["small_functions.py"]
+    __getattr__ = on_first_use(__name__, ENTRIES, SOURCES)
+    del double
+"""
+FUNCTIONS = """
+    import numpy
+
+    from .compiled import entry
+
+    @entry
+    def double(number: int) -> int:
+        return 2 * number
+"""
 USE = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import vmmkv
-    from vmmkv.driver.driver import open_driver
+    from vmmkv import small
     assert vmmkv.__file__.startswith(sys.argv[1]), vmmkv.__file__
-    assert open_driver("cpu").create() and "numba" not in sys.modules
+    assert small.double(4) == 8 and "numba" not in sys.modules
 """
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the package."""
-    shutil.copytree(ROOT / "vmmkv", tmp_path / "copy" / "vmmkv", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "kernels", tmp_path / "copy" / "vmmkv" / "kernels")
-    return tmp_path / "copy"
+    """A copy of the package, with a small library."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "vmmkv", copy / "vmmkv", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels", copy / "vmmkv" / "kernels")
+    (copy / "vmmkv" / "small.py").write_text(dedent(LIBRARY))
+    (copy / "vmmkv" / "small_functions.py").write_text(dedent(FUNCTIONS))
+    return copy
 
 
 def use(copy: Path, cache: Path) -> str:
-    """Uses a driver of a copy; returns what that said to the terminal."""
+    """Uses the small library of a copy; returns what that said to the terminal."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
     child = run_python(USE, str(copy), env=environment, fresh=True)
     assert child.returncode == 0, child.stderr
@@ -148,11 +76,11 @@ def use(copy: Path, cache: Path) -> str:
 
 def test_code_is_compiled_once_for_each_content_of_its_sources(copied: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    assert use(copied, cache).startswith("vmmkv: compiling vmmkv.driver.entries once, for ")
+    assert use(copied, cache).startswith("vmmkv: compiling vmmkv.small once, for ")
     assert use(copied, cache) == ""
     files = {path.name for path in (cache / "vmmkv").glob("*.bc")}
     assert {name.rsplit("-", 1)[1] for name in files} == {"x86_64.bc", "aarch64.bc"}
-    source = copied / "vmmkv" / "driver" / "running.py"
+    source = copied / "vmmkv" / "small_functions.py"
     source.write_text(source.read_text() + "\n")
     assert "compiling" in use(copied, cache)
     assert len([*(cache / "vmmkv").glob("*.bc")]) == 4
@@ -165,7 +93,7 @@ def test_what_a_wheel_ships_is_loaded_and_needs_no_folder(copied: Path, tmp_path
     shipped = copied / "vmmkv" / "compiled" / "machine_code"
     shipped.mkdir(exist_ok=True)
     script = copied / "vmmkv" / "compiled" / "make.py"
-    subprocess.run([sys.executable, "-P", str(script), "vmmkv.driver.entries", str(shipped)], check=True)
+    subprocess.run([sys.executable, "-P", str(script), "vmmkv.small", str(shipped)], check=True)
     assert use(copied, no_folder) == ""
 
 
@@ -206,17 +134,15 @@ LOADING = """
 
 
 def test_sources_that_do_not_compile_are_told(copied: Path, tmp_path: Path) -> None:
-    source = copied / "vmmkv" / "driver" / "running.py"
-    source.write_text(source.read_text().replace("place[0] += calls", "place[0] += 'x'"))
-    with pytest.raises(AssertionError, match=r"RuntimeError: vmmkv.driver.entries does not compile"):
+    source = copied / "vmmkv" / "small_functions.py"
+    source.write_text(source.read_text().replace("2 * number", "number + 'x'"))
+    with pytest.raises(AssertionError, match=r"RuntimeError: vmmkv.small does not compile"):
         use(copied, tmp_path)
 
 
 def test_code_that_allocates_or_raises_is_refused(copied: Path, tmp_path: Path) -> None:
-    source = copied / "vmmkv" / "driver" / "running.py"
-    source.write_text(
-        source.read_text().replace("    done, start = 0, now", "    np.zeros(count)\n    done, start = 0, now")
-    )
+    source = copied / "vmmkv" / "small_functions.py"
+    source.write_text(source.read_text().replace("2 * number", "len(numpy.zeros(2 * number))"))
     with pytest.raises(AssertionError, match="a function there allocates, or raises"):
         use(copied, tmp_path)
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 from conftest import ROUNDS, run_python
-from test_compiled import MODES
+
+MODES = {"machine code": {}, "interpreted": {"VMMKV_INTERPRET": "1"}, "checked": {"NUMBA_BOUNDSCHECK": "1"}}
 
 LIVES = """
     import gc
