@@ -37,22 +37,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
 from vmmkv.driver.driver import open_driver
-from vmmkv.integrations import batching, row_attention, row_groups
+from vmmkv.integrations import batching
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching import groups, packed, processor
 from vmmkv.integrations.batching.attention import attend_rows
+from vmmkv.integrations.batching.batches import SEQUENCES
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
-from vmmkv.integrations.batching.inputs import SEQUENCES
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
-from vmmkv.integrations.idle_memory import IdleMemory
-from vmmkv.integrations.left_to_attention import CACHE
-from vmmkv.integrations.model_weights import adapters, addresses, tensors
-from vmmkv.integrations.pool_turns import PoolTurn
+from vmmkv.integrations.batching.processor import RowProcessor
+from vmmkv.integrations.batching.requests import Ranks, Requests
+from vmmkv.integrations.batching.scheduler import CHILD, PoolTurn, RowScheduler
+from vmmkv.integrations.batching.weights import Weights, addresses
+from vmmkv.integrations.batching.whole_layers import CACHE
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
-from vmmkv.integrations.row_admission import Admission
-from vmmkv.integrations.row_ranks import RankedRequests, Ranks
-from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.integrations.scaled_states import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -355,7 +353,7 @@ def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrain
     rows.enable(model, pool=pool(200), max_seq_len=300)
     by_hand = ByHand(model)
     name = by_hand.manager.add_request(prompt, max_new_tokens=50 if end == "finished" else 200)
-    with patch.object(RowRequests, "commit", autospec=True) as commit:
+    with patch.object(Requests, "commit", autospec=True) as commit:
         for _ in range(70):
             by_hand.step()
         state = by_hand.processor.scheduler.active_requests.get(name)
@@ -421,9 +419,9 @@ def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(mode
 def test_who_waits_for_memory_is_not_begun_in_each_step(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 12, begin=[7] * 60)
     rows.enable(model, pool=pool(24), max_seq_len=200)
-    by_hand, begin = ByHand(model, allow_block_sharing=False), RowRequests.begin
+    by_hand, begin = ByHand(model, allow_block_sharing=False), Requests.begin
     names = {by_hand.manager.add_request(each.prompt): each for each in expected}
-    with patch.object(RowRequests, "begin", autospec=True, side_effect=begin) as begun:
+    with patch.object(Requests, "begin", autospec=True, side_effect=begin) as begun:
         steps = 0
         while by_hand.step():
             steps += 1
@@ -502,36 +500,53 @@ def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel)
     by_hand.end()
 
 
-def test_after_the_end_of_all_a_name_is_anothers() -> None:
-    """A fork has nothing of its own that others know, whatever one of its name had."""
+class Adapters:
+    """In the place of `Weights`: the adapter in use."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = ["one"]
+
+    def use(self, name: str) -> None:
+        self.used += [name] * (name != self.used[-1])
+
+    def switches(self) -> int:
+        return len(self.used)
+
+    def key(self) -> str:
+        return self.used[-1]
+
+
+ONE = Ranks(1, 0, Mock())
+
+
+def test_a_fork_has_nothing_that_others_know_whatever_one_of_its_name_had() -> None:
     ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = RowRequests([cache], [0], reuse=True, has_host=False)
-        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: None, lambda: None)
-        admission.begin_known("child", ids)
-        assert admission.admit("child", 0, 40, expected=40)
-        admission.commit("child", 40, ids)
-        admission.end_all()
-        assert admission.begin_known("parent", ids[::-1]) == 0
-        assert admission.admit("parent", 0, 10, expected=10)
-        assert admission.fork("parent", ["child"]) == ["child"]
-        assert requests.make_room("child", 10, 32)
-        assert admission.commits("child", 32, is_over=False)
-        admission.end_all()
+        requests = Requests([cache], [0], Adapters(), ONE, reuse=True, has_host=False)
+        requests.begin("child", 40, ids)
+        assert requests.admit("child", 0, 40, expected=40)
+        requests.commit("child", ids)
+        requests.end_all()
+        assert requests.begin("parent", 40, ids[::-1]) == 0
+        assert requests.admit("parent", 0, 10, expected=10)
+        assert requests.fork("parent", ["child"]) == ["child"]
+        assert requests.admit("child", 10, 32, expected=32)
+        assert requests.has_news("child", 32, is_over=False)
+        requests.end_all()
 
 
 def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:
     own, layout = pool(12), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 2, 1000, pool=own, host_bytes="1MiB") as cache:
-        requests, window = RowRequests([cache], [7], reuse=False, has_host=True), 7
+        requests, window = Requests([cache], [7], Adapters(), ONE, reuse=False, has_host=True), 7
         requests.begin("long", 900)
         for held in range(0, 900, 20):
-            assert requests.make_room("long", held, held + 20)
-        assert requests.pages_of(900) > own.limit_pages
+            assert requests.admit("long", held, held + 20, expected=900)
+        assert requests.pages_missing("another", 900) > [own.limit_pages]
         (row,) = requests.rows("long")
         cache.kv(0)[0][row, 900 - window : 900] = 5.0
         assert requests.put_away("long")
-        assert requests.make_room("long", 900, 901)
+        assert requests.admit("long", 900, 901, expected=901)
         (row,) = requests.rows("long")
         assert (cache.kv(0)[0][row, 900 - window : 900] == 5.0).all()
         requests.end("long")
@@ -553,17 +568,17 @@ def test_memory_stays_for_a_while_after_the_last_request(
     """It is there until so many seconds after the last time that there was something to do, and no longer."""
     own, expected, now = pool(100), answers(model, Random(), 3), 0.0
     held: list[int] = []
-    init, note = IdleMemory.__init__, IdleMemory.note
-    monkeypatch.setattr(IdleMemory, "__init__", lambda *given: init(*given, clock=lambda: now))
+    trim = RowProcessor._trim_when_idle
+    monkeypatch.setattr(processor, "time", Mock(monotonic=lambda: now))
 
-    def note_and_wait(idle: IdleMemory, is_busy: bool) -> None:
+    def note_and_wait(processor: RowProcessor, is_busy: bool) -> None:
         nonlocal now
         if held:  # all requests have been answered
             now += 1.0
             held.append(own.stats().physical_bytes)
-        note(idle, is_busy)
+        trim(processor, is_busy)
 
-    monkeypatch.setattr(IdleMemory, "note", note_and_wait)
+    monkeypatch.setattr(RowProcessor, "_trim_when_idle", note_and_wait)
     rows.enable(model, pool=own, max_seq_len=100, idle_seconds=3.0)
     with Served(model) as served:
         served.check(expected)
@@ -792,7 +807,7 @@ def test_models_that_wait_for_each_others_memory_take_turns() -> None:
 
 
 def test_others_may_join_while_one_asks_who_holds_memory() -> None:
-    turn, waiters = PoolTurn(), [Mock(holds_memory=bool) for _ in range(3000)]
+    turn, waiters = PoolTurn(), [Mock(active_requests={}) for _ in range(3000)]
     for waiter in waiters[:1000]:
         turn.join(waiter)
     joining = threading.Thread(target=lambda: [turn.join(waiter) for waiter in waiters[1000:]])
@@ -1018,43 +1033,37 @@ def test_who_is_cancelled_on_the_host_leaves_nothing(model: PreTrainedModel) -> 
     """Nor what was known of it to who counts."""
     rows.enable(model, pool=pool(600), max_seq_len=600)
     by_hand = ByHand(model, cpu_offload_space=0.001)
-    processor, admission = by_hand.processor, by_hand.processor.cache.admission
+    processor, requests = by_hand.processor, by_hand.processor.cache.requests
     moved, stays = (by_hand.manager.add_request([7] * 50, max_new_tokens=40) for _ in range(2))
     for _ in range(5):
         by_hand.step()
     processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
     with patch.object(RowCache, "count_storable_requests", return_value=0):
         assert processor.offloading_manager.offload_requests()
-    assert admission._committed.keys() == {moved, stays}
+    assert [name in requests for name in (moved, stays)] == [True, True]
     by_hand.manager.cancel_request(moved)
     by_hand.step()
-    assert not processor.cache.requests.is_away(moved)
-    assert admission._committed.keys() == {stays}
+    assert [name in requests for name in (moved, stays)] == [False, True]
     while by_hand.step():
         pass
-    assert not admission._committed
+    assert stays not in requests
     by_hand.end()
 
 
 def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
-    ids, layout, used = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), ["one"]
+    ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = RowRequests([cache], [0], reuse=True, has_host=False)
-        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: used[0], lambda: used[0])
-        admission.begin_known("before", ids)
-        assert admission.admit("before", 0, 40, expected=40)
-        used[0] = "other"
-        admission.look_at_adapters()
-        assert admission.fork("before", ["child"]) == ["child"]
-        used[0] = "one"
-        admission.begin_known("behind", ids)
-        assert admission.admit("behind", 0, 40, expected=40)
-        assert [admission.commits(name, 40, is_over=True) for name in ("before", "child", "behind")] == [
-            False,
-            False,
-            True,
-        ]
-        admission.end_all()
+        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=False)
+        requests.begin("before", 40, ids)
+        assert requests.admit("before", 0, 40, expected=40)
+        adapters.use("other")
+        assert requests.fork("before", ["child"]) == ["child"]
+        adapters.use("one")
+        requests.begin("behind", 40, ids)
+        assert requests.admit("behind", 0, 40, expected=40)
+        news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "behind")]
+        assert news == [False, False, True]
+        requests.end_all()
 
 
 def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> None:
@@ -1072,18 +1081,17 @@ def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> 
     def serve(rank: int, later: str) -> list[bool]:
         """Whom a process has room for, of a request that runs and one for which there is no room, where it sees an
         adapter later."""
-        used, ranks, has_room = ["one"], Ranks(2, rank, functools.partial(least, rank)), []
+        adapters, ranks, has_room = Adapters(), Ranks(2, rank, functools.partial(least, rank)), []
         with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-            requests = RankedRequests(ranks, [cache], [0], reuse=True, has_host=False)
-            admission = Admission(requests, ranks, 1000, lambda: used[0], lambda: used[0])
+            requests = Requests([cache], [0], adapters, ranks, reuse=True, has_host=False)
             for name in ("runs", "waits", "waits"):
-                held = admission.begin_known(name, [*ids, len(name)])
-                has_room.append(admission.admit(name, held, 201, expected=201))
-                used[0] = later
-                admission.look_at_adapters()
-                if name == "waits" and admission.commits("runs", 201, is_over=False):
-                    admission.commit("runs", 201, [*ids, len("runs")])
-            admission.end_all()
+                requests.begin_step(())
+                held = requests.begin(name, 201, [*ids, len(name)]) or 0
+                has_room.append(requests.admit(name, held, 201, expected=201))
+                adapters.use(later)
+                if name == "waits" and requests.has_news("runs", 201, is_over=False):
+                    requests.commit("runs", [*ids, len("runs")])
+            requests.end_all()
         return has_room
 
     with ThreadPoolExecutor(2) as processes:
@@ -1105,9 +1113,10 @@ def test_what_is_saved_with_an_adapter_is_not_asked_how_much_of_it_there_is(mode
     """Though it answers for the attention inside, which has a `scaling`, too."""
     own = copy.deepcopy(model)
     own.peft_config, own.tuned = {}, Saved()
-    before = adapters(own)
+    weights = Weights(own)
+    before = weights.key()
     own.tuned.active_adapters = ["other"]
-    assert adapters(own) != before
+    assert weights.key() != before
 
 
 class Saved(Adapted):
@@ -1189,7 +1198,7 @@ class Replayed:
 
     def __init__(self, forward: Any, model: PreTrainedModel, *given: Any) -> None:
         self._call = functools.partial(forward, model, *given)
-        self._held = lambda: (adapters(model), addresses(tensors(model)))
+        self._held = lambda: ((weights := Weights(model)).key(), weights.addresses)
         self._captured = self._held()
 
     def replay(self) -> None:
@@ -1229,7 +1238,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "cpu":
         monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "graph")
         monkeypatch.setattr(model_runner, "get_memory_pools", lambda: (None, 0))
-        monkeypatch.setattr(row_groups, "kernels_take", lambda *_: True)
+        monkeypatch.setattr(groups, "kernels_take", lambda *_: True)
     return request.param, sizes
 
 
@@ -1268,14 +1277,14 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     chance = Random()
     expected = [answers(model, chance, chance.randint(2, 30), most=most) for most in (9, 60, 200)]
     expected.append(answers(model, chance, 2, begin=[7] * 1100))  # transformers tells lengths apart from 1024 on
-    attend = row_attention.attend
+    attend = packed.attend
 
     def watch(query: torch.Tensor, kept: Any, batch: Any, **options: Any) -> torch.Tensor:
         if batch.max_prompts:
             told.setdefault((query.shape[0], batch.rows.shape[0]), set()).add(batch.max_prompts)
         return attend(query, kept, batch, **options)
 
-    monkeypatch.setattr(row_attention, "attend", watch)
+    monkeypatch.setattr(packed, "attend", watch)
     rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=1300)
     options: dict[str, Any] = {"use_cuda_graph": (True, False), "use_async_batching": ahead, "max_batch_tokens": 200}
     try:
@@ -1401,8 +1410,8 @@ def test_batches_of_many_prompts_run_without_a_graph(
     captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, sizes = captures
-    monkeypatch.setattr("vmmkv.integrations.batching.inputs.MOST_TOKENS", 100)
-    monkeypatch.setattr("vmmkv.integrations.batching.runner.MOST_TOKENS", 100)
+    monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 100)
+    monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 100)
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     many, one = answers(model, Random(), 20, begin=[7] * 40), answers(model, Random(), 1)
     rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
@@ -1421,7 +1430,7 @@ def test_batches_of_more_requests_than_graphs_are_for_run_without_one(
 ) -> None:
     """And graphs that could not be made are not made among requests."""
     device, sizes = captures
-    monkeypatch.setattr("vmmkv.integrations.batching.inputs.GRAPH_SEQUENCES", 4)
+    monkeypatch.setattr("vmmkv.integrations.batching.batches.GRAPH_SEQUENCES", 4)
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     several = [answers(model, Random(), count, most=20) for count in (2, 4, 5, 20)]
     capture, graphs = model_runner.ModelRunner._capture_graph, {192, 128, 64}
@@ -2196,7 +2205,7 @@ def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
 def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None:
     """As Nemotron's, since transformers 5.24."""
     states = torch.randn(1, 2, 1, 8)
-    for told in ({}, {CACHE: row_groups.Probe()}, {"block_table": None}):
+    for told in ({}, {CACHE: groups.Probe()}, {"block_table": None}):
         with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
             attend_rows(None, states, states, states, None, **told)
 
@@ -2204,24 +2213,31 @@ def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None
 def test_layers_that_attend_more_than_once_are_refused(model: PreTrainedModel) -> None:
     """As those of models that go through them again: one row has room for the K and V of each once."""
 
-    def run(model: PreTrainedModel, token: torch.Tensor, probe: row_groups.Probe) -> None:
-        for layer in (0, 1, 0):
-            probe.attend(layer, *torch.randn(3, 1, 2, 1, 8))
+    def again(_module: torch.nn.Module, given: tuple[Any, ...], told: dict[str, Any], output: Any) -> None:
+        hook.remove()
+        model.model.layers[0](*given, **told)
 
+    hook = model.model.layers[0].register_forward_hook(again, with_kwargs=True)
+    rows.enable(model, pool=pool(10))
     with pytest.raises(vmmkv.UnsupportedError, match="not each keeps K and V once"):
-        row_groups.layer_groups(model, {"full_attention": [0, 1]}, {}, run, None)
+        model.init_continuous_batching(**config())
 
 
 def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
     """As OPT since transformers 5.24. What is wrong with a model itself stays its own error."""
-
-    def ask(model: PreTrainedModel, token: torch.Tensor, probe: Any) -> None:
-        probe.get_seq_length()
-
-    with pytest.raises(vmmkv.UnsupportedError, match=r"ask their cache for more than K and V \(get_seq_length\)"):
-        row_groups.layer_groups(model, {"full_attention": [0]}, {}, ask, None)
-    with pytest.raises(AttributeError, match="nonsense"):
-        row_groups.layer_groups(model, {"full_attention": [0]}, {}, lambda model, *_: model.nonsense, None)
+    rows.enable(model, pool=pool(10))
+    for ask, error, what in (
+        (
+            lambda told: told["cache"].get_seq_length(),
+            vmmkv.UnsupportedError,
+            r"for more than K and V \(get_seq_length\)",
+        ),
+        (lambda _: model.nonsense, AttributeError, "nonsense"),
+    ):
+        hook = model.model.layers[0].register_forward_pre_hook(lambda *given, ask=ask: ask(given[2]), with_kwargs=True)
+        with pytest.raises(error, match=what):
+            model.init_continuous_batching(**config())
+        hook.remove()
 
 
 @pytest.mark.parametrize("family", ["BertLMHeadModel", "RobertaForCausalLM", "LlamaForCausalLM"])

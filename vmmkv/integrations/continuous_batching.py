@@ -19,11 +19,10 @@ from ..pool import FramePool
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
+from .batching.groups import Options, not_for_rows
 from .batching.model import put_on_rows, take_off_rows
 from .pools import check_memory
 from .request_checks import check_positions
-from .row_caches import Options
-from .row_groups import not_for_rows
 
 
 def enable(

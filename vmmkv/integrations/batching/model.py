@@ -24,13 +24,13 @@ from ..request_checks import (
     vocabulary_of,
     within_vocabulary,
 )
-from ..rotation import defer_rotation, restore_rotation
-from ..row_caches import Options
-from ..whole_layers import Inside
 from ..with_names import with_names
-from .attention import ALONE, ATTENTION
+from .attention import ALONE, left_alone, restore
 from .cache import RowCache
+from .groups import Options
 from .manager import RowManager
+from .rotation import defer_rotation, restore_rotation
+from .whole_layers import Inside
 
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
@@ -67,7 +67,7 @@ def take_off_rows(model: PreTrainedModel) -> None:
     if getattr(vars(model).get("generate"), "__func__", None) is _generate:
         del vars(model)["generate"]
     restore_rotation(model)
-    ATTENTION.restore(model)
+    restore(model)
 
 
 def _is_of_class(model: PreTrainedModel, name: str) -> bool:
@@ -161,7 +161,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs["cache_implementation"] = OfGenerate("paged")
         return type(model).generate(model, *args, **kwargs)
     refused = UnsupportedAttentionError(f"asked {type(model).__name__} to generate while a manager runs it; {ALONE}")
-    with ATTENTION.left_alone(model, refused):
+    with left_alone(model, refused):
         return type(model).generate(model, *args, **kwargs)
 
 

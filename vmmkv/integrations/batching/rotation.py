@@ -1,9 +1,8 @@
-"""Rotary position embedding that waits for attention: the kernel that writes K applies it on the way.
+"""Rotary position embedding that waits for attention: the kernel that writes K applies it.
 
-The `forward` of a model's attention calls `apply_rotary_pos_emb`, and hands its results on. In a forward pass on rows
-it gets `Unrotated` queries and keys instead. Attention takes them apart; to whatever else looks at them they are what
-`apply_rotary_pos_emb` makes of them, which is computed then. So nothing depends on what a model does in between; and
-what its function computes is tried out before anything waits.
+A model's attention calls `apply_rotary_pos_emb`, and hands the results on. In a pass on rows it gets `Unrotated`
+queries and keys instead, which attention on rows takes apart. Any other operation on them computes what
+`apply_rotary_pos_emb` gives, and works with that. A model's function is tried out on random numbers first.
 """
 
 from __future__ import annotations
@@ -16,32 +15,27 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..errors import UnsupportedAttentionError
-from .left_to_attention import CACHE
-from .with_names import with_names
+from ...errors import UnsupportedAttentionError
+from ..with_names import with_names
+from .whole_layers import CACHE
 
 NAME = "apply_rotary_pos_emb"
-"""What models call it."""
 
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""It takes query and key `[batch, heads, tokens, head_dim]`, cos and sin `[batch, tokens, rotary_dim]`."""
+"""Of query and key `[batch, heads, tokens, head_dim]`, cos and sin `[batch, tokens, rotary_dim]`."""
 
 
 class Rotation:
-    """Queries and keys of one layer, and the angles that are to turn them.
-
-    Attributes:
-        query, key, cos, sin: as `apply_rotary_pos_emb` was given them; batch is 1.
-        is_pending: whether nobody has looked at the result, and perhaps changed it.
-    """
+    """Queries and keys of a layer, and the angles to turn them by, as the model's function was given them."""
 
     def __init__(self, apply: Apply, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        self._apply = apply
         self.query, self.key, self.cos, self.sin = query, key, cos, sin
+        self._apply = apply
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def is_pending(self) -> bool:
+        """Whether no operation has seen the result, and perhaps changed it."""
         return self._result is None
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,10 +46,8 @@ class Rotation:
 
 
 class Unrotated(torch.Tensor):
-    """The query or key of a `Rotation`: whatever is done with it is done with the rotated one.
-
-    It has no memory of its own: who reads that without asking torch gets an error, never what is not rotated.
-    """
+    """The query (place 0) or key (1) of a `Rotation`, without memory: to all operations of torch it is the rotated
+    one, and code that reads its memory without torch gets an error."""
 
     rotation: Rotation
     place: int
@@ -89,28 +81,27 @@ class Unrotated(torch.Tensor):
 
 
 ALIKE = {getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device")}
-"""What is the same of a rotated one."""
+"""Attributes that rotation does not change."""
 
 
 def as_rotated(states: torch.Tensor) -> torch.Tensor:
-    """What others than attention on rows are to see."""
+    """The rotated states, of `Unrotated` ones as well."""
     return states.rotation.result()[states.place] if type(states) is Unrotated else states
 
 
 def rotation_of(query: torch.Tensor, key: torch.Tensor) -> Rotation | None:
-    """What is still to be done with a query and its key; None: nothing, or not with both."""
+    """The pending rotation that a query and a key are of; None: there is none of both."""
     if type(query) is not Unrotated or type(key) is not Unrotated:
         return None
-    rotation = query.rotation
-    alike = key.rotation is rotation and rotation.is_pending and (query.place, key.place) == (0, 1)
-    return rotation if alike else None
+    alike = key.rotation is query.rotation and (query.place, key.place) == (0, 1)
+    return query.rotation if alike and query.rotation.is_pending else None
 
 
-# ---------------------------------------------------------------------- in the place of the model's function
+# ---------------------------------------------------------------------- the model's function
 
 
 def deferring(apply: Apply) -> Callable[..., Any]:
-    """In the place of `apply`: what waits for attention where that is known to do the same."""
+    """A function like `apply` that leaves rotation to attention where `vmmkv.kernels.RotateHalf` does the same."""
 
     def defer(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _can_wait(apply, *args):
@@ -123,9 +114,9 @@ def deferring(apply: Apply) -> Callable[..., Any]:
 
 def _can_wait(apply: Apply, query: Any, key: Any, cos: Any, sin: Any) -> bool:
     states = query, key, cos, sin
-    if any(type(each) is not torch.Tensor for each in states):
-        return False
-    if any(each.dtype != query.dtype or each.device != query.device for each in states):
+    if any(
+        type(each) is not torch.Tensor or each.dtype != query.dtype or each.device != query.device for each in states
+    ):
         return False
     if query.dim() != 4 or key.dim() != 4 or cos.dim() != 3:
         return False
@@ -139,76 +130,70 @@ def _can_wait(apply: Apply, query: Any, key: Any, cos: Any, sin: Any) -> bool:
 
 @functools.lru_cache(256)
 def rotates_halves(apply: Apply, head_dim: int, rotary_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a function does what `vmmkv.kernels.RotateHalf` says, as far as random numbers can tell: to the last bits
-    in fp32, and in a dtype as well as that has it."""
+    """Whether a function does what `RotateHalf` does, to the last bits in fp32, and as well as `dtype` has it."""
     generator = torch.Generator("cpu").manual_seed(head_dim)
     shapes = (1, 4, 3, head_dim), (1, 2, 3, head_dim), (1, 3, rotary_dim), (1, 3, rotary_dim)
-    # Halves of cos, and of sin, differ, unlike a model's: so it is known which of them is used where.
+    # Unlike a model's, the halves of cos and of sin differ: so it shows which of them is used where.
     given = [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes]
     return all(_rotates_halves(apply, [states.to(each) for states in given]) for each in (torch.float32, dtype))
 
 
 def _rotates_halves(apply: Apply, given: list[torch.Tensor]) -> bool:
     tolerance = 32 * torch.finfo(given[0].dtype).eps
-    query, key, *angles = given
+    cos, sin = (angles.double().unsqueeze(1) for angles in given[2:])
     try:
         with torch.no_grad():
-            pairs = list(zip(apply(*(states.clone() for states in given)), (query, key), strict=True))
-    except Exception:  # whatever it does, it is not that
+            pairs = list(zip(apply(*(states.clone() for states in given)), given[:2], strict=True))
+    except Exception:  # a function of another kind
         return False
-    return all(
-        found.dtype == states.dtype
-        and found.shape == states.shape
-        and torch.allclose(found.double(), _rotate_halves(states, *angles), tolerance, tolerance)
-        for found, states in pairs
-    )
+    for found, states in pairs:
+        turned, passed = states.double().tensor_split((cos.shape[-1],), -1)
+        first, second = turned.chunk(2, -1)
+        expected = torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, passed], -1)
+        if (found.dtype, found.shape) != (states.dtype, states.shape):
+            return False
+        if not torch.allclose(found.double(), expected, tolerance, tolerance):
+            return False
+    return True
 
 
-def _rotate_halves(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """In float64."""
-    rotary_dim, cos, sin = cos.shape[-1], cos.double().unsqueeze(1), sin.double().unsqueeze(1)
-    turned, passed = states.double().tensor_split((rotary_dim,), -1)
-    first, second = turned.chunk(2, -1)
-    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, passed], -1)
-
-
-# ---------------------------------------------------------------------- in the attention of a model
+# ---------------------------------------------------------------------- the attention of a model
 
 
 def defer_rotation(model: torch.nn.Module, cache: Any) -> None:
-    """Has all layers of a model that call `apply_rotary_pos_emb` leave it to attention, in forward passes that are told
-    of such a `cache`; all others are as before. Layers whose `forward` somebody else has replaced stay as they are."""
+    """Have the layers that call `apply_rotary_pos_emb` leave it to attention, in passes with a cache of such a class.
+    Layers whose `forward` other code has replaced stay as they are."""
     restore_rotation(model)
-    layer_forward = functools.cache(functools.partial(_Forward, cache=cache))  # one for all, of which one is compiled
+    layer_forward = functools.cache(functools.partial(_Forward, cache=cache))  # one for all layers: it is compiled once
     for module in model.modules():
         forward = type(module).forward
         if "forward" in vars(module) or not isinstance(forward, FunctionType):
             continue
-        if NAME in _of_names_today(forward).__code__.co_names:
+        if NAME in _undeprecated(forward).__code__.co_names:
             vars(module)["forward"] = MethodType(layer_forward(forward), module)
 
 
 def restore_rotation(model: torch.nn.Module) -> None:
-    """Undoes `defer_rotation`."""
+    """Undo `defer_rotation`."""
     for module in model.modules():
         if isinstance(getattr(vars(module).get("forward"), "__func__", None), _Forward):
             del vars(module)["forward"]
 
 
-def _of_names_today(forward: FunctionType) -> FunctionType:
-    """A `forward` without what renames deprecated keywords: transformers itself, on rows, gives none."""
+def _undeprecated(forward: FunctionType) -> FunctionType:
+    """A `forward` without the wrapper that renames deprecated keywords."""
     while forward.__globals__["__name__"] == "transformers.utils.deprecation":
         forward = vars(forward)["__wrapped__"]
     return forward
 
 
 class _Forward:
-    """The `forward` of a layer, of two kinds."""
+    """The `forward` of a layer, and the same with rotation deferred."""
 
     def __init__(self, forward: FunctionType, cache: Any) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._cache = forward, cache
-        forward = _of_names_today(forward)
+        forward = _undeprecated(forward)
         self._deferring = with_names(forward, **{NAME: deferring(forward.__globals__[NAME])})
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Compiled layers that are one program each: attention on rows is an operation in it.
 
-A call that the compiler goes around splits a layer into several programs, each with guards of its own, which are looked
-at in each pass. So a layer is entered by a frame that the compiler skips: it keeps what the pass says to attention, and
-there the operation finds it. The layer itself is not told: it is the same program for all of them.
+A call that the compiler goes around would split a layer into several programs with guards of their own. So a layer is
+entered by a frame that the compiler skips: it keeps what the pass tells attention, and the operation finds it there.
+The layer is not told: it is the same program for all layers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.decorators import skip
 
-from .left_to_attention import CACHE, LeftToAttention
+CACHE = "vmmkv_cache"
+"""The keyword by which attention is told of a cache: transformers' own, `cache`, does not reach it since 5.24."""
 
-Attend = Callable[..., Any]
-"""Takes a layer's number, query, key, value, what the pass is told, scale, soft cap and sinks."""
+
+class LeftToAttention:
+    """In the place of a cache: models hand K and V to it before attention since transformers 5.24."""
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V as they are: attention writes them."""
+        return key, value
 
 
 class Entered(NamedTuple):
-    """The layer that a thread runs."""
+    """The layer that a thread runs: attention of its cache, its number, and the keywords that are for attention."""
 
-    attend: Attend
+    attend: Callable[..., Any]
     number: int
     told: dict[str, Any]
-    """What is for attention alone."""
 
 
 class _Thread(threading.local):
@@ -40,7 +47,7 @@ _thread = _Thread()
 
 
 class Inside(LeftToAttention):
-    """What a layer that was entered is given as its cache."""
+    """What a layer that was entered gets as its cache."""
 
 
 INSIDE = Inside()
@@ -50,10 +57,10 @@ def attend_inside(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: int | None,
+    sinks: torch.Tensor | None,
     scale: float,
     softcap: float,
-    sinks: torch.Tensor | None,
+    window: int | None,
 ) -> torch.Tensor:
     """Attention of the layer that was entered, `[1, tokens, heads, v_head_dim]`; an operation where it is compiled."""
     run = _operation if torch.compiler.is_compiling() else _attend
@@ -89,12 +96,11 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 
 
 def make_layers_whole(model: torch.nn.Module, layers: type, cache: Any, told: Collection[str]) -> None:
-    """Has a model's layers be whole, in forward passes that are told of such a `cache`. Those with attention of several
-    numbers, or whose `forward` somebody else has replaced, stay as they are.
+    """Have the layers of a model be entered in passes with a cache of a class, whose `attend` is called. Layers with
+    several attentions, or whose `forward` other code has replaced, stay as they are.
 
     Args:
-        layers: what they are instances of.
-        cache: a class, with an `attend` that is an `Attend`.
+        layers: the class of the layers.
         told: the keywords that are for attention alone.
     """
     for module in model.modules():
@@ -107,7 +113,7 @@ def make_layers_whole(model: torch.nn.Module, layers: type, cache: Any, told: Co
 
 
 def split_layers(model: torch.nn.Module) -> None:
-    """Undoes `make_layers_whole`."""
+    """Undo `make_layers_whole`."""
     for module in model.modules():
         if isinstance(getattr(vars(module).get("forward"), "__func__", None), _Forward):
             del vars(module)["forward"]
@@ -115,7 +121,7 @@ def split_layers(model: torch.nn.Module) -> None:
 
 @functools.cache
 def _with_code_of_its_own(forward: FunctionType) -> FunctionType:
-    """The same function. Compilers keep programs with the code, so many and no more, and layers of all classes share
+    """A copy of a function. Compilers keep a limited number of programs with each code, and layers of all classes share
     the code that checkpoints them."""
     code, known, closure = forward.__code__.replace(), forward.__globals__, forward.__closure__
     made = FunctionType(code, known, forward.__name__, forward.__defaults__, closure)
