@@ -64,7 +64,7 @@ def test_requests_are_on_all_devices_or_on_none() -> None:
             what = "return" if name in away else "grow"
             done = requests.admit(name, held[name], tokens, expected=9)
             held[name] = tokens if done else held[name]
-            held = held if done or held[name] else {each: held[each] for each in held if each != name}
+            held = held if name in requests else {each: held[each] for each in held if each != name}
             away -= {name} if done else set()
         elif random.random() < 0.3:
             requests.begin_step(held.items())
