@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import importlib
+import itertools
 import pickle
 import queue
 import sys
@@ -426,7 +427,7 @@ def test_no_more_than_one_request_tries_in_vain_to_begin_in_a_step(model: PreTra
         while is_busy:
             is_busy = by_hand.step()
             tried.append(begun.call_count)
-    steps = [after - before for before, after in zip(tried, tried[1:])]
+    steps = [after - before for before, after in itertools.pairwise(tried)]
     assert steps[0] < len(expected)
     assert sum(steps) <= 2 * len(expected) + len(steps)
     results = [by_hand.manager.get_result() for _ in names]
@@ -519,7 +520,7 @@ class Adapters:
         return self.used[-1]
 
 
-ONE = Ranks(1, 0, Mock())
+ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 def test_a_fork_has_nothing_that_others_know_whatever_one_of_its_name_had() -> None:
@@ -1074,8 +1075,8 @@ def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> 
     ids, layout = torch.randint(100, (200,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
     said, meeting = [0.0, 0.0], threading.Barrier(2, timeout=PATIENCE)
 
-    def least(rank: int, value: float) -> float:
-        said[rank] = value
+    def least(rank: int, value: torch.Tensor, on_cpu: bool) -> float:
+        said[rank] = float(value)
         meeting.wait()
         found = min(said)
         meeting.wait()
@@ -1084,7 +1085,9 @@ def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> 
     def serve(rank: int, later: str) -> list[bool]:
         """Whom a process has room for, of a request that runs and one for which there is no room, where it sees an
         adapter later."""
-        adapters, ranks, has_room = Adapters(), Ranks(2, rank, functools.partial(least, rank)), []
+        minimum = functools.partial(least, rank)
+        ranks = Ranks(SimpleNamespace(tp_size=2, tp_local_rank=rank, tp_all_reduce_min=minimum))
+        adapters, has_room = Adapters(), []
         with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
             requests = Requests([cache], [0], adapters, ranks, reuse=True, has_host=False)
             for name in ("runs", "waits", "waits"):

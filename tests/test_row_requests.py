@@ -47,7 +47,7 @@ def test_requests_are_on_all_devices_or_on_none() -> None:
         layout, host = vmmkv.KVLayout(layers, 1, 64, torch.float32), random.randint(1, 20) * PAGE_SIZE
         caches.append(vmmkv.KVCache(layout, random.randint(4, 8), 1000, pool=pool, lookahead=0, host_bytes=host))
     weights = Mock(**{"switches.return_value": 0, "key.return_value": ""})
-    requests = Requests(caches, [0] * 3, weights, Ranks(1, 0, min), reuse=True, has_host=True)
+    requests = Requests(caches, [0] * 3, weights, Ranks(Mock(tp_size=1)), reuse=True, has_host=True)
     held: dict[str, int] = {}
     away, seen = set[str](), set[str]()
     met: set[tuple[str, bool]] = set()
@@ -109,7 +109,7 @@ def test_requests_end_with_who_holds_them() -> None:
     """Not when the garbage collector comes: they hold caches."""
     layout = vmmkv.KVLayout(1, 1, 64, torch.float32)
     cache = vmmkv.KVCache(layout, 1, 10, max_bytes=10 * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
-    requests = Requests([cache], [0], Mock(), Ranks(1, 0, min), reuse=True, has_host=False)
+    requests = Requests([cache], [0], Mock(), Ranks(Mock(tp_size=1)), reuse=True, has_host=False)
     reference = weakref.ref(requests)
     del requests
     assert reference() is None

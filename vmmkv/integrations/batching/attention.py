@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -38,17 +39,17 @@ FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
 
 def attend_rows(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     vmmkv_cache: Any = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **told: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of a layer on rows. Raises `UnsupportedAttentionError` for a call without a batch of continuous
     batching, and for keywords that are not known here."""
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
@@ -76,7 +77,7 @@ def _is_causal(module: Any) -> bool:
     return all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None)))
 
 
-def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """`attend_rows`, which the compiler goes around in layers that were not entered."""
     attend = attend_rows if isinstance(kwargs.get(CACHE), Inside) else _attend_apart
     return attend(*args, **kwargs)

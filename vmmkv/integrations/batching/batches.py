@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
     ContinuousBatchingIOs,
@@ -74,20 +75,6 @@ class RowBatch(ContinuousBatchingIOs):
     def get_model_kwargs(self, use_padding: bool = False) -> Any:
         return {**super().get_model_kwargs(use_padding), CACHE: self.cache}
 
-    @property
-    def prepared(self) -> RowBatch:
-        """The batch that runs next."""
-        return self
-
-    @property
-    def sides(self) -> list[RowBatch]:
-        """That batch on the host, and on the device."""
-        return [self]
-
-    def forget_graphs(self) -> None:
-        """Drop the captured graphs. Batches are padded as before, as in other processes, which may keep theirs."""
-        self.graphs = CudaGraphBuffer()
-
     def keep_only(self, active: dict[str, RequestState]) -> None:
         """Forget requests that are not active any more: transformers would give their next token to a new request of
         the same name."""
@@ -115,39 +102,31 @@ class RowBatchesAhead(ContinuousBatchingAsyncIOs):
     def __init__(self, **kwargs: Any) -> None:
         with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)(self, **kwargs)
 
-    def infer_carry_over_ids(self) -> torch.Tensor:
+    def infer_carry_over_ids(self) -> Tensor:
         """For each token the one of the running batch that takes its place, or -1. transformers makes a list of all
         tokens that a batch may have, in each step."""
-        places, before = self.prepared.req_id_to_new_token_position, self.running.req_id_to_new_token_position
+        places = sides(self)[0].req_id_to_new_token_position
+        before = sides(self, running=True)[0].req_id_to_new_token_position
         taken = {places[name]: at for at, name in enumerate(before) if name in places}
         ids = torch.full((self.max_batch_tokens,), -1, dtype=torch.int32)
         ids[list(taken)] = torch.tensor([*taken.values()], dtype=torch.int32)
         return ids
 
-    @property
-    def prepared(self) -> RowBatch:
-        """The batch that runs next."""
-        return self.sides[0]
 
-    @property
-    def running(self) -> RowBatch:
-        """The batch whose tokens were not taken yet."""
-        return cast(RowBatch, self.io_pairs[1 - self.current_pair].host_io)
-
-    @property
-    def sides(self) -> list[RowBatch]:
-        """The batch that runs next, on the host and on the device."""
-        return _sides(self.io_pairs[self.current_pair])
-
-    def forget_graphs(self) -> None:
-        """Drop the captured graphs: see `RowBatch.forget_graphs`."""
-        for pair in self.io_pairs:
-            for side in _sides(pair):
-                side.forget_graphs()
+def sides(batches: RowBatch | RowBatchesAhead, *, running: bool = False) -> list[RowBatch]:
+    """The batch that runs next, or the one that runs, whose tokens were not taken yet: on the host, and on the device
+    as well if there are two batches."""
+    if isinstance(batches, RowBatch):
+        return [batches]
+    pair = batches.io_pairs[batches.current_pair ^ running]
+    return [cast(RowBatch, pair.host_io), cast(RowBatch, pair.device_io)]
 
 
-def _sides(pair: Any) -> list[RowBatch]:
-    return [pair.host_io, pair.device_io]
+def forget_graphs(batches: RowBatch | RowBatchesAhead) -> None:
+    """Drop captured graphs. Batches are padded as before, as in other processes, which may keep theirs."""
+    for running in (False, True):
+        for side in sides(batches, running=running):
+            side.graphs = CudaGraphBuffer()
 
 
 class RowRunner(ModelRunner):
@@ -180,7 +159,7 @@ class RowRunner(ModelRunner):
         forward, is_graph = super()._get_forward_fn(use_block_table)
         is_graph = is_graph and not self.cache.weights.has_adapters
         if is_graph and not use_block_table:  # what could not be captured before is not tried again among requests
-            is_graph = self.inputs_and_outputs.prepared.is_graph_of_prompts
+            is_graph = sides(self.inputs_and_outputs)[0].is_graph_of_prompts
             is_graph = is_graph and bool(self._made_up or self.inputs_and_outputs.get_graph())
         return forward, is_graph
 
@@ -206,7 +185,7 @@ class RowRunner(ModelRunner):
             return 0.0
         if _has_program_for_each(self.cb_config.varlen_compile_config):
             return 0.0
-        for side in self.inputs_and_outputs.sides:
+        for side in sides(self.inputs_and_outputs):
             side.has_graphs_of_prompts = True
         most = min(self.cache.max_batch_tokens, MOST_TOKENS)
         padded = dict.fromkeys(self.maybe_pad_inputs(size, 0, False)[0] for size in range(most, 0, -1))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.generation.continuous_batching import cache as their_cache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
@@ -26,15 +27,6 @@ MAX_BATCH_TOKENS = 8192
 """Tokens of a forward pass at most, as transformers has it without a setting."""
 WARMUP = "__warmup_"
 """How transformers names the requests that it makes up for a warm-up; their tokens were never computed."""
-
-
-def ranks_of(helper: Any) -> Ranks:
-    """The tensor parallel group of a manager, of its `DistributedHelper`."""
-
-    def minimum(value: float) -> float:
-        return float(helper.tp_all_reduce_min(torch.tensor(value, dtype=torch.float64), on_cpu=True))
-
-    return Ranks(helper.tp_size, helper.tp_local_rank, minimum)
 
 
 class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
@@ -60,7 +52,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         dtype: torch.dtype = torch.float16,
         model_supports_logits_to_keep: bool = False,
     ) -> None:
-        batching, ranks = continuous_batching_config, ranks_of(distributed_helper)
+        batching, ranks = continuous_batching_config, Ranks(distributed_helper)
         self.device, self.options, self.weights, self._groups = torch.device(device), options, weights, groups
         self.stream: Any = None
         """The stream of forward passes."""
@@ -196,7 +188,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
 
     # ------------------------------------------------------------------ forward passes
 
-    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         pass  # `RowBatch` takes the rows of all requests at once
 
     def extend_read_and_write_indices(
@@ -221,14 +213,14 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         told: dict[str, Any],
         scale: float,
         softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Write K and V of a layer's new tokens, and attend to all tokens of their sequences.
 
         Args:
@@ -249,10 +241,8 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             )
         if layer == group.layers[0]:  # in the pass itself: a CUDA graph computes it anew
             self._packed[index] = self._pack(index, told)
-        batch = self._packed[index]
-        return append_and_attend(
-            query, key, value, kept, batch, scale=scale, window=group.window, softcap=softcap, sinks=sinks
-        )
+        options = {"scale": scale, "window": group.window, "softcap": softcap, "sinks": sinks}
+        return append_and_attend(query, key, value, kept, self._packed[index], **options)
 
     def _pack(self, index: int, told: dict[str, Any]) -> Packed:
         """Where the tokens of a pass are in a layer group. Padding is sequences without tokens."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import cache as their_cache
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
@@ -69,7 +70,7 @@ class Probe(LeftToAttention):
         self.dtypes: set[torch.dtype] = set()
         self.has_kernels = True
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         """Note a layer's K and V, `[1, heads, tokens, head_dim]`, and attend to nothing."""
         self.layers.append(layer)
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
@@ -118,13 +119,13 @@ def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Grou
     return groups
 
 
-def _run(model: PreTrainedModel, tokens: torch.Tensor, probe: Probe) -> None:
+def _run(model: PreTrainedModel, tokens: Tensor, probe: Probe) -> None:
     """Run a model on tokens, as continuous batching calls it."""
     told = {"block_table": None, CACHE: probe}
     model(input_ids=tokens, position_ids=tokens, cache=probe, use_cache=False, **told)
 
 
-def _zeros(model: PreTrainedModel, count: int) -> torch.Tensor:
+def _zeros(model: PreTrainedModel, count: int) -> Tensor:
     return torch.zeros(1, count, dtype=torch.int64, device=model.device)
 
 

@@ -27,10 +27,12 @@ from ..request_checks import (
 )
 from ..with_names import with_names
 from .attention import borrow, compile_layers_whole, give_back
-from .cache import RowCache, ranks_of
+from .batches import forget_graphs
+from .cache import RowCache
 from .config import check_processors, compiles, with_defaults
 from .groups import Options, can_be_captured, check_pool, devices_of, groups_of
 from .processor import RowProcessor
+from .requests import Ranks
 from .scheduler import SCHEDULERS, Cancelled
 from .weights import Weights
 
@@ -108,7 +110,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._compile_layers()
             self._weights.change()
             is_same = self.batch_processor is None or self._made_for == self._found()
-            if not ranks_of(self.distributed_helper).least(is_same):
+            if not Ranks(self.distributed_helper).least(is_same):
                 self.batch_processor = None  # graphs read weights where they were, or layers keep something else
             super().start()
 
@@ -191,7 +193,7 @@ class RowManager(their_api.ContinuousBatchingManager):
                 self._weights.change()
                 if processor is not None and self._made_for != (found := self._found()):
                     self._made_for = found
-                    processor.inputs_and_outputs.forget_graphs()
+                    forget_graphs(processor.inputs_and_outputs)
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):

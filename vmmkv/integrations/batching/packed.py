@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...cache import KVCache
@@ -32,10 +33,10 @@ class Packed(NamedTuple):
         max_prompts: the most sequences that have more than one new token; 0: each has one.
     """
 
-    cu_seqlens: torch.Tensor
-    rows: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
+    cu_seqlens: Tensor
+    rows: Tensor
+    starts: Tensor
+    lengths: Tensor
     max_prompts: int
 
     def news(self) -> list[tuple[int, int, slice]]:
@@ -48,10 +49,10 @@ class Kept(NamedTuple):
     """K and V of a layer in rows, `[rows, max_seq_len, num_kv_heads, head_dim]`, and the scales of 8-bit ones,
     `[rows, max_seq_len, num_kv_heads]`."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scales: torch.Tensor | None = None
-    v_scales: torch.Tensor | None = None
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
 
 def kept_in(cache: KVCache, layer: int) -> Kept:
@@ -59,23 +60,12 @@ def kept_in(cache: KVCache, layer: int) -> Kept:
     return Kept(*(cache.kv(layer) if cache.layout.scales is None else cache.scaled_kv(layer)))
 
 
-def append_and_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kept: Kept,
-    batch: Packed,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def append_and_attend(query: Tensor, key: Tensor, value: Tensor, kept: Kept, batch: Packed, **options: Any) -> Tensor:
     """Write K and V of new tokens into rows, and attend to all tokens of their sequences.
 
     Args:
         query, key, value: `[1, heads, tokens, head_dim]`; the first two may be `Unrotated`.
-        scale, window, softcap, sinks: as in `vmmkv.kernels.mixed`.
+        options: those of `attend`.
 
     Returns:
         `[1, tokens, num_heads, v_head_dim]`
@@ -84,11 +74,10 @@ def append_and_attend(
     if rotation is not None and can_rotate(rotation, value):
         query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
     query, key, value = (as_rotated(each).squeeze(0).transpose(0, 1) for each in (query, key, value))
-    query = write(query, key, value, kept, batch, angles)
-    return attend(query, kept, batch, scale=scale, window=window, softcap=softcap, sinks=sinks).unsqueeze(0)
+    return attend(write(query, key, value, kept, batch, angles), kept, batch, **options).unsqueeze(0)
 
 
-def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
+def can_rotate(rotation: Rotation, value: Tensor) -> bool:
     """Whether a kernel can rotate queries and keys as they lie, on the way into rows."""
     return kernels_take(rotation.key, value) and in_vectors(rotation)
 
@@ -105,13 +94,8 @@ def in_vectors(rotation: Rotation) -> bool:
 
 
 def write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kept: Kept,
-    batch: Packed,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, kept: Kept, batch: Packed, angles: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """Write K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows; returns the queries, `[tokens,
     num_heads, head_dim]`. With cos and sin, `[tokens, rotary_dim]`, K and the queries are rotated."""
     k, v, k_scales, v_scales = kept
@@ -135,19 +119,19 @@ def write(
 
 
 def attend(
-    query: torch.Tensor,
+    query: Tensor,
     kept: Kept,
     batch: Packed,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of `query`, `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself. Returns
     `[tokens, num_heads, v_head_dim]`."""
     k, v, k_scales, v_scales = kept
-    output: torch.Tensor
+    output: Tensor
     if kernels_take(k if k_scales is None else query, v):
         sinks = None if sinks is None else sinks.float().contiguous()
         options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
@@ -178,14 +162,8 @@ def attend(
 
 
 def _attend_to_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sees: torch.Tensor,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
     """Attention of one sequence: `q` `[num_heads, queries, head_dim]`, `k` and `v` `[num_kv_heads, tokens, ...]`."""
     if not softcap and sinks is None:
         q, k, v = (each.unsqueeze(0) for each in (q, k, v))

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import drain_queue
 from ...errors import UnsupportedAttentionError
 from ..with_names import with_names
 from .attention import NAME
-from .batches import RowBatch, RowBatchesAhead, RowRunner
+from .batches import RowBatch, RowBatchesAhead, RowRunner, sides
 from .cache import RowCache, RowOffloading
 from .scheduler import RowScheduler, children_of, turn_at
 
@@ -31,6 +31,13 @@ def _drain(queue: Any) -> list[Any]:
 
 
 _TAKE_REQUESTS = with_names(their_api.ContinuousBatchProcessor._update_tp_group_state, drain_queue=_drain)
+_BEGIN = with_names(
+    their_api.ContinuousBatchProcessor.__init__,
+    OffloadingManager=RowOffloading,
+    ContinuousBatchingIOs=RowBatch,
+    ContinuousBatchingAsyncIOs=RowBatchesAhead,
+    ModelRunner=RowRunner,
+)
 
 
 class RowProcessor(their_api.ContinuousBatchProcessor):
@@ -41,21 +48,15 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     inputs_and_outputs: RowBatch | RowBatchesAhead
 
     def __init__(self, **kwargs: Any) -> None:
-        begin = with_names(
-            their_api.ContinuousBatchProcessor.__init__,
-            OffloadingManager=RowOffloading,
-            ContinuousBatchingIOs=RowBatch,
-            ContinuousBatchingAsyncIOs=RowBatchesAhead,
-            ModelRunner=RowRunner,
-        )
-        begin(self, **kwargs)
+        _BEGIN(self, **kwargs)
         self.scheduler.handlers = self.output_router.result_handlers
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
         self._idle_since: float | None = None
         """When the last request ended; None: there are some; infinity: memory went back to the system since."""
         if self.distributed_helper.tp_size == 1:
-            self.scheduler.take_turns(turn_at(self.cache.kv_caches[0].pool))
+            self.scheduler.turn = turn_at(self.cache.kv_caches[0].pool)
+            self.scheduler.turn.join(self.scheduler)
         self._wait_for_zeros()
 
     def reset(self) -> None:
@@ -78,7 +79,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         if isinstance(self.inputs_and_outputs, RowBatchesAhead):
-            self.inputs_and_outputs.running.keep_only(self.scheduler.active_requests)
+            sides(self.inputs_and_outputs, running=True)[0].keep_only(self.scheduler.active_requests)
         self.scheduler.begin_round()
         try:
             found = bool(super().prepare_next_batch())
@@ -103,10 +104,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def _come_unstuck(self) -> None:
         """Make room where no request can go on: the next round may find memory."""
-        if self._take_tokens():
-            pass  # requests that end with them leave memory
-        elif self.scheduler.keeps_its_memory():
-            pass  # those of other managers give way, or end
+        if self._take_tokens() or self.scheduler.keeps_its_memory():
+            pass  # requests that end with these tokens leave memory; those of other managers give way, or end
         elif self.cache.requests.others_hold_memory():
             self.scheduler.give_way()  # their memory may come yet, and others may wait for ours
         else:
@@ -115,9 +114,9 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     def _take_tokens(self) -> bool:
         """Take the tokens of the batch that runs before another one is made; returns whether there was one."""
         batches = self.inputs_and_outputs
-        if not isinstance(batches, RowBatchesAhead) or not batches.running.requests_in_batch:
+        running = sides(batches, running=True)[0]
+        if not isinstance(batches, RowBatchesAhead) or not running.requests_in_batch:
             return False
-        running = batches.running
         batches.swap_io_pairs()
         self.update_batch()
         batches.swap_io_pairs()
@@ -155,7 +154,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
                 f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
                 "rows. Somebody chose it; stop this manager first"
             )
-        batch = self.inputs_and_outputs.prepared
+        batch = sides(self.inputs_and_outputs)[0]
         if any(request.query_length for request in batch.requests_in_batch):
             self.cache.begin_pass(batch.requests_in_batch, is_graph_of_prompts=batch.is_graph_of_prompts)
             super()._generation_step(model)

@@ -7,12 +7,15 @@ all try, agree on the least that one has achieved (`Ranks`), and those that have
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from ...cache import KVCache
 from ...errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, RankFailedError, UnsupportedError
@@ -25,24 +28,20 @@ FAILED = -float("inf")
 
 
 class Ranks:
-    """The processes of a tensor parallel group. All make the same calls in the same order.
+    """The processes of a tensor parallel group, of transformers' `DistributedHelper`. All make the same calls in the
+    same order."""
 
-    Args:
-        helper: transformers' `DistributedHelper`.
-        minimum: the minimum of a number over all processes.
-    """
-
-    def __init__(self, size: int, rank: int, minimum: Callable[[float], float]) -> None:
-        self.size, self._rank, self._minimum = size, rank, minimum
+    def __init__(self, helper: Any) -> None:
+        self._size, self._rank, self._helper = helper.tp_size, helper.tp_local_rank, helper
 
     def least(self, value: float) -> float:
         """The minimum over all processes. Raises `RankFailedError` if another process fails."""
-        if self.size == 1:
+        if self._size == 1:
             return value
-        least = self._minimum(value)
+        least = float(self._helper.tp_all_reduce_min(torch.tensor(value, dtype=torch.float64), on_cpu=True))
         if least == FAILED != value:
             raise RankFailedError(
-                f"process {self._rank} of {self.size} stops, since another one has failed; its error says why"
+                f"process {self._rank} of {self._size} stops, since another one has failed; its error says why"
             )
         return least
 
@@ -62,29 +61,27 @@ class Ranks:
             said = zlib.crc32(repr(value).encode())
             if self.least(said) != -self.least(-said):
                 raise UnsupportedError(
-                    f"{name} is {value} in process {self._rank} of {self.size}, and something else in another; "
+                    f"{name} is {value} in process {self._rank} of {self._size}, and something else in another; "
                     "requests on rows need it alike in all of them"
                 )
 
 
 @dataclass
 class Request:
-    """A sequence for each layer group.
-
-    Attributes:
-        rows: the row of each sequence.
-        switches: how often adapters had changed when the request began.
-        tokens: tokens that every sequence holds.
-        known: tokens that other requests may begin with.
-        is_away: the tokens are in host memory.
-    """
+    """A sequence for each layer group."""
 
     sequences: list[Sequence]
-    rows: list[int]
     switches: int
+    """How often adapters had changed when the request began."""
     tokens: int = 0
+    """Tokens that every sequence holds."""
     known: int = 0
+    """Tokens that other requests may begin with."""
     is_away: bool = False
+    """The tokens are in host memory."""
+
+    def __post_init__(self) -> None:
+        self.rows = [each.index for each in self.sequences]
 
 
 class Requests:
@@ -135,10 +132,8 @@ class Requests:
             decoding: the names of these requests, and the tokens that they hold.
         """
         self._is_full, self._grown = False, set()
-        found = {
-            name: request for name, held in decoding if (request := self._requests.get(name)) and request.tokens == held
-        }
-        growing = {name: request for name, request in found.items() if not request.is_away}
+        known = ((name, held, self._requests.get(name)) for name, held in decoding)
+        growing = {name: each for name, held, each in known if each and each.tokens == held and not each.is_away}
         if not growing:
             return
         _, has_room = self._ranks.attempt(partial(self._grow_together, [*growing.values()]))
@@ -146,7 +141,7 @@ class Requests:
             if has_room:
                 request.tokens += 1
             else:
-                self._shrink(request, request.tokens)
+                _shrink(request, request.tokens)
         self._grown = {*growing} if has_room else set()
 
     def _grow_together(self, requests: list[Request]) -> bool:
@@ -178,7 +173,7 @@ class Requests:
             return None
         request = self._requests[name]
         request.tokens = request.known = int(known)
-        self._shrink(request, request.known)
+        _shrink(request, request.known)
         return request.known
 
     def _begin_here(self, name: str, expected: int, token_ids: list[int] | None) -> int:
@@ -188,7 +183,7 @@ class Requests:
         makers = [partial(cache.sequence, expected_tokens=expected, **options) for cache in self.caches]
         if not (sequences := _all_or_none(makers)):
             return -1
-        self._requests[name] = Request(sequences, [each.index for each in sequences], switches)
+        self._requests[name] = Request(sequences, switches)
         return min(each.length for each in sequences)
 
     def admit(self, name: str, held: int, tokens: int, expected: int) -> bool:
@@ -202,28 +197,25 @@ class Requests:
             return True
         if not held:
             self.end(name)
-            allowed = (self._ranks.least(caches[0].available_pages) for caches in self.pools)
-            self._is_full = any(missing > there for missing, there in zip(self.pages_missing(name, tokens), allowed))
+            allowed = [caches[0].available_pages for caches in self.pools]  # also while the driver refuses some
+            self._is_full = min(self._left(self.pages_missing(name, tokens), allowed)) < 0
         return False
 
     def _make_room(self, name: str, held: int, tokens: int) -> bool:
         request = self._requests[name]
-        if request.is_away and any(
-            missing > there for missing, there in zip(self._pages_to_return(request, tokens), self._available())
-        ):
+        if request.is_away and min(self._left(self._pages_to_return(request, tokens), self._available())) < 0:
             return False
         here, has_room = self._ranks.attempt(partial(self._grow_here, request, held, tokens))
         if has_room:
             request.tokens, request.is_away = tokens, False
             return True
-        self._shrink(request, held)
+        _shrink(request, held)
         if request.is_away:
             _suspend(request.sequences)
         else:
             request.tokens = min(request.tokens, held)
-        if not here:  # not for want of pages within the limit
-            fits = zip(self.pages_missing(name, tokens), self._available_here())
-            self._is_refused |= all(missing <= there for missing, there in fits)
+        if not here:
+            self._is_refused |= all(map(operator.le, self.pages_missing(name, tokens), self._available()))
         return False
 
     def _grow_here(self, request: Request, held: int, tokens: int) -> bool:
@@ -237,11 +229,6 @@ class Requests:
                 sequence.extend(tokens - sequence.length)
             return True
         return False
-
-    def _shrink(self, request: Request, tokens: int) -> None:
-        for sequence in request.sequences:
-            if not sequence.is_suspended and sequence.length > tokens:
-                sequence.truncate(tokens)
 
     # ------------------------------------------------------------------ share
 
@@ -273,8 +260,7 @@ class Requests:
         for count, child in enumerate(children):
             if not (sequences := _all_or_none([each.fork for each in parent.sequences])):
                 return count
-            rows = [each.index for each in sequences]
-            self._requests[child] = Request(sequences, rows, parent.switches, parent.tokens, parent.known)
+            self._requests[child] = Request(sequences, parent.switches, parent.tokens, parent.known)
         return len(children)
 
     # ------------------------------------------------------------------ end
@@ -326,8 +312,8 @@ class Requests:
     def pages_missing(self, name: str, tokens: int) -> list[int]:
         """Pages that a request needs for `tokens` tokens beyond those that it has, on each pool."""
         request = self._requests.get(name)
-        held = 0 if request is None or request.is_away else request.tokens
-        return [max(wanted - had, 0) for wanted, had in zip(self._pages(tokens), self._pages(held))]
+        had = self._pages(0 if request is None or request.is_away else request.tokens)
+        return [max(wanted - pages, 0) for wanted, pages in zip(self._pages(tokens), had)]
 
     def _pages_to_return(self, request: Request, tokens: int) -> list[int]:
         """Pages that a request needs to come back from the host with `tokens` tokens, on each pool."""
@@ -337,24 +323,24 @@ class Requests:
             for wanted, caches in zip(self._pages(tokens), self.pools)
         ]
 
-    def _available_here(self) -> list[int]:
+    def _available(self) -> list[int]:
         """Pages without tokens of requests, on each pool; none as long as the driver refuses some."""
         return [0 if self._is_refused else caches[0].available_pages for caches in self.pools]
 
-    def _available(self) -> list[float]:
-        """Pages without tokens of requests that every process has, on each pool."""
-        return [self._ranks.least(pages) for pages in self._available_here()]
+    def _left(self, missing: list[int], pages: list[int]) -> list[float]:
+        """Pages that every process has left, on each pool, once a request has got those that it is missing."""
+        return [self._ranks.least(there) - needed for there, needed in zip(pages, missing)]
 
     def fits(self, name: str, tokens: int) -> bool:
         """Whether there is room for a request to grow to `tokens` tokens."""
-        fits = [missing <= there for missing, there in zip(self.pages_missing(name, tokens), self._available())]
-        return all(fits) and tokens <= self.caches[0].max_seq_len
+        left = self._left(self.pages_missing(name, tokens), self._available())
+        return min(left) >= 0 and tokens <= self.caches[0].max_seq_len
 
     def count_that_fit(self, wanted: Iterable[list[int]]) -> int:
-        """How many requests there is room for, from the first on, by the pages that each needs on each pool."""
-        left, count = self._available(), 0
+        """How many requests there is room for, from the first on, by the pages that each is missing on each pool."""
+        left, count = self._left([0] * len(self.pools), self._available()), 0
         for missing in wanted:
-            left = [there - taken for there, taken in zip(left, missing)]
+            left = [*map(operator.sub, left, missing)]
             if min(left) < 0:
                 break
             count += 1
@@ -363,8 +349,8 @@ class Requests:
     def free_capacity(self, relative: bool) -> float:
         """Bytes without tokens of requests, or their share of the limit: of the pool that has the least."""
         pools = [caches[0].pool for caches in self.pools]
-        scales = (1 / pool.limit_pages if relative else pool.page_size for pool in pools)
-        return self._ranks.least(min(pages * scale for pages, scale in zip(self._available_here(), scales)))
+        scales = [1 / pool.limit_pages if relative else pool.page_size for pool in pools]
+        return self._ranks.least(min(map(operator.mul, self._available(), scales)))
 
     def others_hold_memory(self) -> bool:
         """Whether other users of a pool, in any process, hold memory of it."""
@@ -390,6 +376,13 @@ def _leave_window(sequences: list[Sequence], window: int) -> None:
     """Release the tokens that no later one attends to; one more than the next attends to stays."""
     for each in sequences if window else ():
         each.release_before(max(each.length - window, each.start))
+
+
+def _shrink(request: Request, tokens: int) -> None:
+    """Have a request hold no more than so many tokens on rows."""
+    for each in request.sequences:
+        if not each.is_suspended and each.length > tokens:
+            each.truncate(tokens)
 
 
 def _all_or_none(makers: Iterable[Callable[[], Sequence]]) -> list[Sequence]:

@@ -13,39 +13,40 @@ from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import UnsupportedAttentionError
 from ..with_names import with_names
-from .whole_layers import CACHE
+from .whole_layers import CACHE, own_forwards, restore_forwards
 
 NAME = "apply_rotary_pos_emb"
 
-Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Apply = Callable[..., tuple[Tensor, Tensor]]
 """Of query and key `[batch, heads, tokens, head_dim]`, cos and sin `[batch, tokens, rotary_dim]`."""
 
 
 class Rotation:
     """Queries and keys of a layer, and the angles to turn them by, as the model's function was given them."""
 
-    def __init__(self, apply: Apply, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    def __init__(self, apply: Apply, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor):
         self.query, self.key, self.cos, self.sin = query, key, cos, sin
         self._apply = apply
-        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._result: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_pending(self) -> bool:
         """Whether no operation has seen the result, and perhaps changed it."""
         return self._result is None
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """The rotated query and key, computed once, by the model's own function."""
         if self._result is None:
             self._result = self._apply(self.query, self.key, self.cos, self.sin)
         return self._result
 
 
-class Unrotated(torch.Tensor):
+class Unrotated(Tensor):
     """The query (place 0) or key (1) of a `Rotation`, without memory: to all operations of torch it is the rotated
     one, and code that reads its memory without torch gets an error."""
 
@@ -80,16 +81,16 @@ class Unrotated(torch.Tensor):
         )
 
 
-ALIKE = {getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device")}
+ALIKE = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device")}
 """Attributes that rotation does not change."""
 
 
-def as_rotated(states: torch.Tensor) -> torch.Tensor:
+def as_rotated(states: Tensor) -> Tensor:
     """The rotated states, of `Unrotated` ones as well."""
     return states.rotation.result()[states.place] if type(states) is Unrotated else states
 
 
-def rotation_of(query: torch.Tensor, key: torch.Tensor) -> Rotation | None:
+def rotation_of(query: Tensor, key: Tensor) -> Rotation | None:
     """The pending rotation that a query and a key are of; None: there is none of both."""
     if type(query) is not Unrotated or type(key) is not Unrotated:
         return None
@@ -103,7 +104,7 @@ def rotation_of(query: torch.Tensor, key: torch.Tensor) -> Rotation | None:
 def deferring(apply: Apply) -> Callable[..., Any]:
     """A function like `apply` that leaves rotation to attention where `vmmkv.kernels.RotateHalf` does the same."""
 
-    def defer(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def defer(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _can_wait(apply, *args):
             return apply(*args, **kwargs)
         rotation = Rotation(apply, *args)
@@ -114,9 +115,7 @@ def deferring(apply: Apply) -> Callable[..., Any]:
 
 def _can_wait(apply: Apply, query: Any, key: Any, cos: Any, sin: Any) -> bool:
     states = query, key, cos, sin
-    if any(
-        type(each) is not torch.Tensor or each.dtype != query.dtype or each.device != query.device for each in states
-    ):
+    if any(type(each) is not Tensor or each.dtype != query.dtype or each.device != query.device for each in states):
         return False
     if query.dim() != 4 or key.dim() != 4 or cos.dim() != 3:
         return False
@@ -138,7 +137,7 @@ def rotates_halves(apply: Apply, head_dim: int, rotary_dim: int, dtype: torch.dt
     return all(_rotates_halves(apply, [states.to(each) for states in given]) for each in (torch.float32, dtype))
 
 
-def _rotates_halves(apply: Apply, given: list[torch.Tensor]) -> bool:
+def _rotates_halves(apply: Apply, given: list[Tensor]) -> bool:
     tolerance = 32 * torch.finfo(given[0].dtype).eps
     cos, sin = (angles.double().unsqueeze(1) for angles in given[2:])
     try:
@@ -165,19 +164,14 @@ def defer_rotation(model: torch.nn.Module, cache: Any) -> None:
     Layers whose `forward` other code has replaced stay as they are."""
     restore_rotation(model)
     layer_forward = functools.cache(functools.partial(_Forward, cache=cache))  # one for all layers: it is compiled once
-    for module in model.modules():
-        forward = type(module).forward
-        if "forward" in vars(module) or not isinstance(forward, FunctionType):
-            continue
+    for module, forward in own_forwards(model):
         if NAME in _undeprecated(forward).__code__.co_names:
             vars(module)["forward"] = MethodType(layer_forward(forward), module)
 
 
 def restore_rotation(model: torch.nn.Module) -> None:
     """Undo `defer_rotation`."""
-    for module in model.modules():
-        if isinstance(getattr(vars(module).get("forward"), "__func__", None), _Forward):
-            del vars(module)["forward"]
+    restore_forwards(model, _Forward)
 
 
 def _undeprecated(forward: FunctionType) -> FunctionType:

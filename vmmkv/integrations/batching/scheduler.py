@@ -26,26 +26,24 @@ class PoolTurn:
     given back, and none need ever be done."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._holder: Callable[[], RowScheduler | None] = lambda: None
         self._schedulers: weakref.WeakSet[RowScheduler] = weakref.WeakSet()
 
     def join(self, scheduler: RowScheduler) -> None:
         """Add a scheduler of a manager on the pool."""
-        with self._lock:
+        with _lock:
             self._schedulers.add(scheduler)
 
     def take(self, scheduler: RowScheduler) -> bool:
         """Give the turn to a scheduler unless another has it; returns whether it has the turn."""
-        with self._lock:
-            if self.is_taken(scheduler):
-                return False
-            self._holder = weakref.ref(scheduler)
-            return True
+        with _lock:
+            if is_free := not self.is_taken(scheduler):
+                self._holder = weakref.ref(scheduler)
+            return is_free
 
     def end(self, scheduler: RowScheduler) -> None:
         """Take the turn from a scheduler, if it has it."""
-        with self._lock:
+        with _lock:
             if self._holder() is scheduler:
                 self._holder = lambda: None
 
@@ -56,13 +54,14 @@ class PoolTurn:
 
     def others_hold_memory(self, scheduler: RowScheduler) -> bool:
         """Whether requests of other schedulers hold memory of the pool."""
-        with self._lock:  # others may join
+        with _lock:  # others may join
             schedulers = list(self._schedulers)
         return any(each is not scheduler and each.active_requests for each in schedulers)
 
 
 _turns: weakref.WeakKeyDictionary[FramePool, PoolTurn] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Guards the turns."""
 
 
 def turn_at(pool: FramePool) -> PoolTurn:
@@ -99,11 +98,6 @@ class RowScheduler(Scheduler):
     def begin_round(self) -> None:
         """Take the requests that are added from now on as new."""
         self._new = {}
-
-    def take_turns(self, turn: PoolTurn) -> None:
-        """Take turns at a pool with the schedulers of other managers."""
-        self.turn = turn
-        turn.join(self)
 
     def keeps_its_memory(self) -> bool:
         """Whether its requests need not give way, since those of other managers will."""

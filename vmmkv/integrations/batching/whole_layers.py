@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._dynamo.decorators import skip
 
 CACHE = "vmmkv_cache"
@@ -25,8 +26,8 @@ class LeftToAttention:
     """In the place of a cache: models hand K and V to it before attention since transformers 5.24."""
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return K and V as they are: attention writes them."""
         return key, value
 
@@ -54,33 +55,21 @@ INSIDE = Inside()
 
 
 def attend_inside(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float, window: int | None
+) -> Tensor:
     """Attention of the layer that was entered, `[1, tokens, heads, v_head_dim]`; an operation where it is compiled."""
     run = _operation if torch.compiler.is_compiling() else _attend
-    output: torch.Tensor = run(query, key, value, sinks, scale, softcap, window)
+    output: Tensor = run(query, key, value, sinks, scale, softcap, window)
     return output
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float, window: int | None
+) -> Tensor:
     entered = _thread.entered
     assert entered is not None
     told = entered.told | {"sliding_window": window}
-    output: torch.Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
+    output: Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
     return output.contiguous()
 
 
@@ -88,7 +77,7 @@ _operation = torch.library.custom_op("vmmkv::attend_inside", _attend, mutates_ar
 
 
 @_operation.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -103,19 +92,30 @@ def make_layers_whole(model: torch.nn.Module, layers: type, cache: Any, told: Co
         layers: the class of the layers.
         told: the keywords that are for attention alone.
     """
-    for module in model.modules():
-        forward = type(module).forward
-        if isinstance(module, layers) and isinstance(forward, FunctionType) and "forward" not in vars(module):
-            numbers: set[Any] = {getattr(each, "layer_idx", None) for each in module.modules()} - {None}
-            if len(numbers) == 1:
-                forward = _with_code_of_its_own(forward)
-                vars(module)["forward"] = MethodType(_Forward(forward, numbers.pop(), cache, told), module)
+    for module, forward in own_forwards(model):
+        numbers: set[Any] = {getattr(each, "layer_idx", None) for each in module.modules()} - {None}
+        if isinstance(module, layers) and len(numbers) == 1:
+            forward = _with_code_of_its_own(forward)
+            vars(module)["forward"] = MethodType(_Forward(forward, numbers.pop(), cache, told), module)
 
 
 def split_layers(model: torch.nn.Module) -> None:
     """Undo `make_layers_whole`."""
+    restore_forwards(model, _Forward)
+
+
+def own_forwards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FunctionType]]:
+    """The modules of a model whose `forward` is the function of their class, and that function."""
     for module in model.modules():
-        if isinstance(getattr(vars(module).get("forward"), "__func__", None), _Forward):
+        forward = type(module).forward
+        if isinstance(forward, FunctionType) and "forward" not in vars(module):
+            yield module, forward
+
+
+def restore_forwards(model: torch.nn.Module, kind: type) -> None:
+    """Give modules whose `forward` is of a kind that of their class back."""
+    for module in model.modules():
+        if isinstance(getattr(vars(module).get("forward"), "__func__", None), kind):
             del vars(module)["forward"]
 
 
