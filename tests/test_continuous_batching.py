@@ -15,8 +15,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +45,8 @@ from vmmkv.integrations.batching.batches import SEQUENCES
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.processor import RowProcessor
 from vmmkv.integrations.batching.requests import Ranks, Requests
-from vmmkv.integrations.batching.scheduler import CHILD, PoolTurn, RowScheduler
+from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.batching.weights import Weights, addresses
 from vmmkv.integrations.batching.whole_layers import CACHE
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
@@ -93,6 +91,17 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     yield model
     rows.disable(model)
     assert model.config._attn_implementation == "eager"
+
+
+@contextmanager
+def on_rows(model: PreTrainedModel, **options: Any) -> Iterator[None]:
+    """Has a model run on rows, by default on memory of their own."""
+    memory = {"max_bytes": "16MiB" if model.device.type == "cpu" else "1GiB"}
+    rows.enable(model, **({} if "pool" in options else memory), **options)
+    try:
+        yield
+    finally:
+        rows.disable(model)
 
 
 def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
@@ -247,43 +256,60 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
 @pytest.mark.few(2)
 @pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
 @pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
-def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:
-    """Some give way to others, and go on later; the limit holds at all times, and nothing is left in the end."""
-    own, expected = pool(30), answers(model, Random(), 10, most=60)
+def test_whatever_becomes_of_requests_their_tokens_are_those_of_generate(model: PreTrainedModel, host: float) -> None:
+    """Requests come, fork, and are cancelled; other users of the pool take its memory, and the driver refuses some. In
+    the end all that were not cancelled have their tokens, and no memory is used."""
+    random, driver = Random(), FaultyDriver(open_driver("cpu", PAGE_SIZE))
+    begin = [random.randrange(2, VOCABULARY) for _ in range(20)]
+    known = answers(model, random, 5, most=60) + answers(model, random, 5, begin=begin)
+    own, several = on_driver(driver, vmmkv.FramePool, 30 * PAGE_SIZE), random.choice((1, 2))
     rows.enable(model, pool=own, max_seq_len=100)
-    with Served(model, cpu_offload_space=host, safety_margin=0.0) as served:
-        served.check(expected)
-        for cache in served.manager.batch_processor.cache.kv_caches:
-            cache.check()
-            assert cache.stats().tokens == 0
-        assert own.stats().physical_bytes <= 30 * PAGE_SIZE
+    by_hand = ByHand(model, cpu_offload_space=host, num_return_sequences=several)
+    asked: dict[str, Answer] = {}
+    missing, has_failed = set[str](), False
 
+    def take_results() -> None:
+        while result := by_hand.manager.get_result(timeout=0):
+            assert result.error is None or (has_failed and "A larger max_bytes helps" in result.error)
+            answer = asked[result.request_id.partition(CHILD)[0]]
+            assert result.error or result.generated_tokens == answer.tokens
+            missing.discard(result.request_id)
 
-def test_a_driver_that_gives_less_than_the_limit_allows(model: PreTrainedModel) -> None:
-    """As where others have taken the device's memory: what it has given is shared out."""
-    driver, expected = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, Random(), 9, most=60)
-    driver.fail("create", skip=20, out_of_memory=True, lasting=True)
-    rows.enable(model, pool=on_driver(driver, vmmkv.FramePool, 400 * PAGE_SIZE), max_seq_len=100)
-    with Served(model, cpu_offload_space=0.0, safety_margin=0.0) as served:
-        served.check(expected)
-
-
-def test_who_waits_begins_when_the_driver_gives_again(model: PreTrainedModel) -> None:
-    """Though the limit allows no more than when it gave nothing, and no request ends."""
-    driver, (expected,) = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, Random(), 1)
-    own = on_driver(driver, vmmkv.FramePool, 400 * PAGE_SIZE)
-    rows.enable(model, pool=own, max_seq_len=100)
-    with vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 1, 100, pool=own) as other, other.sequence(10):
-        driver.fail("create", out_of_memory=True, lasting=True)
-        by_hand = ByHand(model)
-        by_hand.manager.add_request(expected.prompt)
-        assert not any(by_hand.step() for _ in range(3))
+    layout = vmmkv.KVLayout(1, 1, 64, torch.float32)
+    with vmmkv.KVCache(layout, 1, 1000, pool=own) as other:
+        taken = other.sequence()
+        for number in range(120):
+            what = random.random()
+            if what < 0.2:
+                asked[str(number)] = random.choice(known)
+                by_hand.manager.add_request(asked[str(number)].prompt, str(number))
+                missing |= {str(number), *(f"{number}{child}" for child in CHILDREN[: several - 1])}
+            elif what < 0.24 and asked:
+                name = random.choice([*asked])
+                by_hand.manager.cancel_request(name)
+                missing = {each for each in missing if each.partition(CHILD)[0] != name}
+            elif what < 0.3:
+                taken.free()
+                with suppress(vmmkv.OutOfPagesError):
+                    taken = other.sequence(random.randint(1, 300))
+            elif what < 0.33:
+                has_failed = True
+                driver.fail("create", skip=random.randint(0, 3), out_of_memory=True, lasting=random.random() < 0.5)
+            elif what < 0.4:
+                driver.heal()
+            by_hand.step()
+            take_results()
         driver.heal()
-        by_hand.step()
-        while by_hand.step():
-            pass
-        assert by_hand.manager.get_result(timeout=0).generated_tokens == expected.tokens
-        by_hand.end()
+        taken.free()
+        while by_hand.processor.has_pending_requests():
+            by_hand.step()
+            take_results()
+    assert not missing
+    for cache in by_hand.processor.cache.kv_caches:
+        cache.check()
+        assert cache.stats().tokens == 0
+    assert own.stats().physical_bytes <= 30 * PAGE_SIZE
+    by_hand.end()
 
 
 @pytest.mark.parametrize("stays", [False, True], ids=["all of it", "not all of it"])
@@ -393,22 +419,13 @@ def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
         assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(3)]
 
 
-def test_several_answers_where_nothing_is_left_to_compute_before_they_fork(model: PreTrainedModel) -> None:
-    """A prompt of one token, and one that is known already but for its last."""
-    expected = answers(model, Random(), 1, most=1) + answers(model, Random(), 1, most=60)
-    rows.enable(model, pool=pool(200), max_seq_len=100)
-    with Served(model, num_return_sequences=3) as served:
-        for each in (*expected, expected[1]):
-            served.manager.add_request(each.prompt)
-            assert [result.generated_tokens for result in served.results(3).values()] == [each.tokens] * 3
-
-
 def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(model: PreTrainedModel) -> None:
-    """transformers would look for new tokens where the batch before had them, which may be behind all of this one."""
+    """A prompt of one token, and those that are known but for their last. transformers would look for new tokens where
+    the batch before had them, which may be behind all of this one."""
     several, (short,) = answers(model, Random(), 3), answers(model, Random(), 1, most=1, begin=[7])
     rows.enable(model, pool=pool(400), max_seq_len=100)
     by_hand = ByHand(model, num_return_sequences=3)
-    for asked in (several, [*several, short]):
+    for asked in ([short], several, several, [*several, short]):
         names = {by_hand.manager.add_request(each.prompt): each for each in asked}
         while by_hand.step():
             pass
@@ -433,23 +450,6 @@ def test_no_more_than_one_request_tries_in_vain_to_begin_in_a_step(model: PreTra
     results = [by_hand.manager.get_result() for _ in names]
     assert all(each.generated_tokens == names[each.request_id].tokens for each in results)
     by_hand.end()
-
-
-def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
-    random, own = Random(), pool(40)
-    expected = answers(model, random, 3)
-    rows.enable(model, pool=own, max_seq_len=900)
-    with Served(model) as served:
-        endless = served.manager.add_request([7], max_new_tokens=800, streaming=True)
-        assert served.manager.get_result(timeout=PATIENCE).request_id == endless
-        served.manager.cancel_request(endless)
-        left = set(served.ask(expected))
-        while left:
-            result = served.manager.get_result(timeout=1)
-            if result is not None and result.request_id != endless:
-                assert result.generated_tokens == served.asked[result.request_id].tokens
-                left.remove(result.request_id)
-        assert served.cache.stats().tokens == 0
 
 
 def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedModel) -> None:
@@ -523,22 +523,6 @@ class Adapters:
 ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
-def test_a_fork_has_nothing_that_others_know_whatever_one_of_its_name_had() -> None:
-    ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
-    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = Requests([cache], [0], Adapters(), ONE, reuse=True, has_host=False)
-        requests.begin("child", 40, ids)
-        assert requests.admit("child", 0, 40, expected=40)
-        requests.commit("child", ids)
-        requests.end_all()
-        assert requests.begin("parent", 40, ids[::-1]) == 0
-        assert requests.admit("parent", 0, 10, expected=10)
-        assert requests.fork("parent", ["child"]) == ["child"]
-        assert requests.admit("child", 10, 32, expected=32)
-        assert requests.has_news("child", 32, is_over=False)
-        requests.end_all()
-
-
 def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:
     own, layout = pool(12), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 2, 1000, pool=own, host_bytes="1MiB") as cache:
@@ -556,40 +540,31 @@ def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> 
         requests.end("long")
 
 
-def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) -> None:
-    own, expected = pool(100), answers(model, Random(), 3)
-    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=0.0)
-    with Served(model) as served:
-        for _ in range(2):
-            with calls(RowManager, "_generation_loop_body") as until:
-                served.check(expected)
-                until(lambda: not own.stats().physical_bytes)
-
-
-def test_memory_stays_for_a_while_after_the_last_request(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [0.0, 3.0, float("inf")])
+def test_memory_goes_back_once_nobody_has_asked_for_anything_for_a_while(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """It is there until so many seconds after the last time that there was something to do, and no longer."""
+    """Once after each time that there was something to do."""
     own, expected, now = pool(100), answers(model, Random(), 3), 0.0
-    held: list[int] = []
-    trim = RowProcessor._trim_when_idle
-    monkeypatch.setattr(processor, "time", Mock(monotonic=lambda: now))
-
-    def note_and_wait(processor: RowProcessor, is_busy: bool) -> None:
-        nonlocal now
-        if held:  # all requests have been answered
-            now += 1.0
-            held.append(own.stats().physical_bytes)
-        trim(processor, is_busy)
-
-    monkeypatch.setattr(RowProcessor, "_trim_when_idle", note_and_wait)
-    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=3.0)
-    with Served(model) as served:
-        served.check(expected)
-        with calls(RowManager, "_generation_loop_body") as until:
-            held.append(own.stats().physical_bytes)
-            until(lambda: not own.stats().physical_bytes)
-    assert all(held[:5])  # the last of them was taken before more than three seconds had passed
+    monkeypatch.setattr(processor, "time", SimpleNamespace(monotonic=lambda: now))
+    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=seconds)
+    by_hand = ByHand(model)
+    for _ in range(2):
+        for each in expected:
+            by_hand.manager.add_request(each.prompt)
+        while by_hand.step():
+            now += 100
+        held = own.stats().physical_bytes
+        now += min(seconds, 1e9)
+        assert not by_hand.step()
+        assert own.stats().physical_bytes == held > 0
+        now += 1
+        with patch.object(Requests, "trim", autospec=True, side_effect=Requests.trim) as trim:
+            assert not by_hand.step()
+            assert not by_hand.step()
+        assert trim.call_count == (seconds < 1e9)
+        assert (own.stats().physical_bytes == 0) == (seconds < 1e9)
+    by_hand.end()
 
 
 def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
@@ -643,17 +618,6 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
         first.check(expected)
 
 
-def test_a_manager_that_is_made_while_another_one_of_its_model_stops_goes_on(model: PreTrainedModel) -> None:
-    """As where threads call `generate_batch`."""
-    expected, made = answers(model, Random(), 1), []
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    first = Served(model).manager
-    with patch.object(first, "join", lambda *asked: (type(first).join(first, *asked), made.append(Served(model)))):
-        first.stop()
-    with made[0] as second:
-        second.check(expected)
-
-
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
     """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
     model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
@@ -676,24 +640,6 @@ def test_requests_that_are_made_up_have_room(model: PreTrainedModel) -> None:
     assert len(create_warmup_future_states(2, RequestStatus.DECODING, 1, 256, processor.cache)) == 2
     processor.cache.reset()
     model.set_attn_implementation("eager")
-
-
-def test_two_models_share_a_pool() -> None:
-    own = pool(60)
-    models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
-    expected = [answers(each, Random(), 4) for each in models]
-    for each in models:
-        rows.enable(each, pool=own, max_seq_len=100)
-    try:
-        with Served(models[0]) as first, Served(models[1]) as second:
-            asked = [(served, served.ask(some)) for served, some in zip((first, second), expected)]
-            for served, names in asked:
-                for name, result in served.results(len(names)).items():
-                    assert result.generated_tokens == served.asked[name].tokens
-            assert own.limit_pages >= own.stats().physical_bytes // PAGE_SIZE
-    finally:
-        for each in models:
-            rows.disable(each)
 
 
 @pytest.mark.parametrize("begins", ["first", "second"])
@@ -724,12 +670,12 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle
 def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
     model: PreTrainedModel, copied: Callable[[PreTrainedModel], PreTrainedModel]
 ) -> None:
-    """And who says that of the model itself has its manager go on."""
+    """And who says that of the model itself has its manager go on, as that of the copy does."""
     (expected,) = answers(model, Random(), 1)
     ids, options = torch.tensor([expected.prompt]), {"generation_config": config()["generation_config"]}
     rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
-        made = copied(model)
+        made, other = copied(model), copy.deepcopy(model)
         for each in (model, made):
             with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"stop .* manager .* copy .*disable\(model\)"):
                 each.generate(ids, **options)
@@ -738,52 +684,10 @@ def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
         assert made.generate(ids, **options)[0, len(expected.prompt) :].tolist() == expected.tokens
         assert made.config._attn_implementation == "sdpa"
         served.check([expected])
-
-
-def test_a_copy_that_runs_on_rows_itself_attends_by_itself_afterwards(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    with Served(model):
-        made = copy.deepcopy(model)
-    with Served(made):
-        rows.disable(made)
-        assert made.config._attn_implementation == rows.NAME
-    assert made.config._attn_implementation == "sdpa"
-
-
-def test_memory_that_others_have_is_waited_for(model: PreTrainedModel) -> None:
-    own, expected = pool(30), answers(model, Random(), 3)
-    rows.enable(model, pool=own, max_seq_len=100)
-    with Served(model) as served:
-        served.check(expected)
-        other = vmmkv.KVCache(served.cache.layout, 1, 1000, pool=own)
-        sequence = other.sequence(30 * PAGE_SIZE // served.cache.layout.token_bytes)
-        names = served.ask(expected)
-        assert served.manager.get_result(timeout=0.5) is None
-        sequence.free()
-        for name, result in served.results(len(names)).items():
-            assert result.generated_tokens == served.asked[name].tokens
-
-
-def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
-    """Each has a request that cannot grow, and half of the memory."""
-    own, new = pool(20), 60
-    models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
-    expected = [answers(each, Random(), 2, most=9, new=new) for each in models]
-    for each in models:
-        rows.enable(each, pool=own, max_seq_len=200)
-    try:
-        with Served(models[0], safety_margin=0.0) as first, Served(models[1], safety_margin=0.0) as second:
-            for served, some in zip((first, second), expected):
-                for number, each in enumerate(some):
-                    served.manager.add_request(each.prompt, str(number), max_new_tokens=new)
-            for served, some in zip((first, second), expected):
-                results = served.results(len(some))
-                assert [results[str(number)].generated_tokens for number in range(len(some))] == [
-                    each.tokens for each in some
-                ]
-    finally:
-        for each in models:
-            rows.disable(each)
+    with Served(other):
+        rows.disable(other)
+        assert other.config._attn_implementation == rows.NAME
+    assert other.config._attn_implementation == "sdpa"
 
 
 def test_models_that_wait_for_each_others_memory_take_turns() -> None:
@@ -808,22 +712,6 @@ def test_models_that_wait_for_each_others_memory_take_turns() -> None:
         assert hand.manager.get_result(timeout=0).generated_tokens == wanted.tokens
         hand.end()
         rows.disable(each)
-
-
-def test_others_may_join_while_one_asks_who_holds_memory() -> None:
-    turn, waiters = PoolTurn(), [Mock(active_requests={}) for _ in range(3000)]
-    for waiter in waiters[:1000]:
-        turn.join(waiter)
-    joining = threading.Thread(target=lambda: [turn.join(waiter) for waiter in waiters[1000:]])
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        joining.start()
-        while joining.is_alive():
-            assert not turn.others_hold_memory(waiters[0])
-    finally:
-        sys.setswitchinterval(interval)
-        joining.join()
 
 
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
@@ -968,27 +856,6 @@ def test_nothing_begins_with_what_other_buffers_have_made(model: PreTrainedModel
         assert served.cache.stats().cached_tokens == known
 
 
-def test_nothing_begins_with_what_two_adapters_have_made() -> None:
-    """A request that runs while they change, and back, is computed with both."""
-    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
-    model, random, expected = copy.deepcopy(one), Random(), None
-    model.peft_config, model.tuned = {}, Adapted()
-    switch = functools.partial(switch_adapter, model)
-    rows.enable(model, pool=pool(600), max_seq_len=600)
-    with Served(model) as served:
-        while expected is None:  # two tokens were as likely
-            prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
-            served.manager.add_request(prompt, max_new_tokens=300, streaming=True)
-            result = served.manager.get_result(timeout=PATIENCE)
-            switch(other, "other")
-            while not result.is_finished():
-                result = served.manager.get_result(timeout=PATIENCE)
-            switch(one, "one")
-            expected = answer(one, [*prompt, *result.generated_tokens, 5])
-        served.check([expected])
-    rows.disable(model)
-
-
 def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> None:
     """As PEFT does it: what is computed changes, and nothing is written to."""
     for each, given in zip(model.parameters(), to.parameters(), strict=True):
@@ -1033,27 +900,6 @@ def test_nothing_begins_with_what_two_adapters_have_made_of_one_that_was_on_the_
     rows.disable(model)
 
 
-def test_who_is_cancelled_on_the_host_leaves_nothing(model: PreTrainedModel) -> None:
-    """Nor what was known of it to who counts."""
-    rows.enable(model, pool=pool(600), max_seq_len=600)
-    by_hand = ByHand(model, cpu_offload_space=0.001)
-    processor, requests = by_hand.processor, by_hand.processor.cache.requests
-    moved, stays = (by_hand.manager.add_request([7] * 50, max_new_tokens=40) for _ in range(2))
-    for _ in range(5):
-        by_hand.step()
-    processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
-    with patch.object(RowCache, "count_storable_requests", return_value=0):
-        assert processor.offloading_manager.offload_requests()
-    assert [name in requests for name in (moved, stays)] == [True, True]
-    by_hand.manager.cancel_request(moved)
-    by_hand.step()
-    assert [name in requests for name in (moved, stays)] == [False, True]
-    while by_hand.step():
-        pass
-    assert stays not in requests
-    by_hand.end()
-
-
 def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
     ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
@@ -1068,42 +914,6 @@ def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either
         news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "behind")]
         assert news == [False, False, True]
         requests.end_all()
-
-
-def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> None:
-    """Of who waits for memory, too: or else one waits for an answer forever."""
-    ids, layout = torch.randint(100, (200,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
-    said, meeting = [0.0, 0.0], threading.Barrier(2, timeout=PATIENCE)
-
-    def least(rank: int, value: torch.Tensor, on_cpu: bool) -> float:
-        said[rank] = float(value)
-        meeting.wait()
-        found = min(said)
-        meeting.wait()
-        return found
-
-    def serve(rank: int, later: str) -> list[bool]:
-        """Whom a process has room for, of a request that runs and one for which there is no room, where it sees an
-        adapter later."""
-        minimum = functools.partial(least, rank)
-        ranks = Ranks(SimpleNamespace(tp_size=2, tp_local_rank=rank, tp_all_reduce_min=minimum))
-        adapters, has_room = Adapters(), []
-        with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-            requests = Requests([cache], [0], adapters, ranks, reuse=True, has_host=False)
-            for name in ("runs", "waits", "waits"):
-                requests.begin_step(())
-                held = requests.begin(name, 201, [*ids, len(name)]) or 0
-                has_room.append(requests.admit(name, held, 201, expected=201))
-                adapters.use(later)
-                if name == "waits" and requests.has_news("runs", 201, is_over=False):
-                    requests.commit("runs", [*ids, len("runs")])
-            requests.end_all()
-        return has_room
-
-    with ThreadPoolExecutor(2) as processes:
-        assert [*processes.map(serve, (0, 1), ("one", "other"))] == [[True, False, False]] * 2
-    with ThreadPoolExecutor(2) as processes:
-        assert [*processes.map(serve, (0, 1), ("one", "one"))] == [[True, False, True]] * 2
 
 
 class Adapted(torch.nn.Module):
@@ -1254,20 +1064,19 @@ def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str,
     device, sizes = captures
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     rounds = [answers(model, Random(), 7, most=most) for most in (9, 60)]
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
-    try:
-        with Served(
+    with (
+        on_rows(model, max_seq_len=300),
+        Served(
             model, warm=True, use_cuda_graph=(False, True), max_batch_tokens=64, max_requests_per_batch=60
-        ) as served:
-            before = sorted([2, 4, 8, 16, 32, 48, 60] * (1 if device == "cpu" else 2))
-            assert sorted(sizes) == before
-            runner = served.manager.batch_processor.model_runner
-            assert [runner.maybe_pad_inputs(size, 0, True)[0] for size in (1, 3, 8, 33, 49)] == [2, 4, 8, 48, 60]
-            for expected in rounds:
-                served.check(expected)
-            assert sorted(sizes) == before
-    finally:
-        rows.disable(model)
+        ) as served,
+    ):
+        before = sorted([2, 4, 8, 16, 32, 48, 60] * (1 if device == "cpu" else 2))
+        assert sorted(sizes) == before
+        runner = served.manager.batch_processor.model_runner
+        assert [runner.maybe_pad_inputs(size, 0, True)[0] for size in (1, 3, 8, 33, 49)] == [2, 4, 8, 48, 60]
+        for expected in rounds:
+            served.check(expected)
+        assert sorted(sizes) == before
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one batch", "one ahead"])
@@ -1291,16 +1100,12 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
         return attend(query, kept, batch, **options)
 
     monkeypatch.setattr(packed, "attend", watch)
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=1300)
     options: dict[str, Any] = {"use_cuda_graph": (True, False), "use_async_batching": ahead, "max_batch_tokens": 200}
-    try:
-        with Served(model, warm=True, **options, max_requests_per_batch=100) as served:
-            assert sizes == [200, 192, 128, 64] * (1 + ahead)
-            for each in expected:
-                served.check(each)
-            assert sizes == [200, 192, 128, 64] * (1 + ahead)
-    finally:
-        rows.disable(model)
+    with on_rows(model, max_seq_len=1300), Served(model, warm=True, **options, max_requests_per_batch=100) as served:
+        assert sizes == [200, 192, 128, 64] * (1 + ahead)
+        for each in expected:
+            served.check(each)
+        assert sizes == [200, 192, 128, 64] * (1 + ahead)
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
 
 
@@ -1333,31 +1138,28 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
         old, new = answer(before, prompt), answer(after, prompt)
         if old and new:
             pairs.append((old, new))
-    rows.enable(before, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
-    try:
-        with Served(
-            before, warm=True, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=8
-        ) as served:
+    with (
+        on_rows(before, max_seq_len=300),
+        Served(before, warm=True, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=8) as served,
+    ):
+        served.check([old for old, _ in pairs])
+        captured = len(sizes)
+        if how == "weights that moved":
+            were = [each.data for each in before.parameters()]
+            with served.manager.pause():
+                for each, given in zip(before.parameters(), after.parameters(), strict=True):
+                    each.data = given.data
+        else:
+            put_in(before, after.tuned)
+        served.check([new for _, new in pairs])
+        assert (len(sizes) > captured) == (how == "weights that moved")
+        if how == "weights that moved":  # and back
+            served.manager.stop(keep_for_next_session=True)
+            for each, given in zip(before.parameters(), were, strict=True):
+                each.data = given
+            served.manager.start()
             served.check([old for old, _ in pairs])
-            captured = len(sizes)
-            if how == "weights that moved":
-                were = [each.data for each in before.parameters()]
-                with served.manager.pause():
-                    for each, given in zip(before.parameters(), after.parameters(), strict=True):
-                        each.data = given.data
-            else:
-                put_in(before, after.tuned)
-            served.check([new for _, new in pairs])
-            assert (len(sizes) > captured) == (how == "weights that moved")
-            if how == "weights that moved":  # and back
-                served.manager.stop(keep_for_next_session=True)
-                for each, given in zip(before.parameters(), were, strict=True):
-                    each.data = given
-                served.manager.start()
-                served.check([old for old, _ in pairs])
-            assert (captured == 0) == (how in ("another adapter", "another one merged", "more of an adapter"))
-    finally:
-        rows.disable(before)
+        assert (captured == 0) == (how in ("another adapter", "another one merged", "more of an adapter"))
 
 
 class Tuned(torch.nn.Module):
@@ -1412,50 +1214,29 @@ def test_a_warm_up_makes_graphs_of_prompts_where_no_request_may_be_as_long_as_a_
         rows.disable(model)
 
 
-def test_batches_of_many_prompts_run_without_a_graph(
-    captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, sizes = captures
-    monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 100)
-    monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 100)
-    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
-    many, one = answers(model, Random(), 20, begin=[7] * 40), answers(model, Random(), 1)
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
-    try:
-        options: dict[str, Any] = {"use_cuda_graph": (True, False), "max_batch_tokens": 512}
-        with Served(model, warm=True, **options, max_requests_per_batch=60) as served:
-            served.check(many)
-            served.check(one)
-        assert {*sizes} == {64}
-    finally:
-        rows.disable(model)
-
-
-def test_batches_of_more_requests_than_graphs_are_for_run_without_one(
+def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
     captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And graphs that could not be made are not made among requests."""
     device, sizes = captures
     monkeypatch.setattr("vmmkv.integrations.batching.batches.GRAPH_SEQUENCES", 4)
+    monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 200)
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     several = [answers(model, Random(), count, most=20) for count in (2, 4, 5, 20)]
-    capture, graphs = model_runner.ModelRunner._capture_graph, {192, 128, 64}
+    several.append(answers(model, Random(), 3, begin=[7] * 80))
+    capture = model_runner.ModelRunner._capture_graph
 
     def fail(runner: Any, forward: Any, stream: Any, *given: Any) -> None:
-        if given[1]["input_ids"].shape[1] not in graphs:
+        if given[1]["input_ids"].shape[1] == 128:
             raise RuntimeError("this one cannot be captured")
         capture(runner, forward, stream, *given)
 
     monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", fail)
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
     options: dict[str, Any] = {"use_cuda_graph": (True, False), "max_batch_tokens": 256}
-    try:
-        with Served(model, warm=True, **options, max_requests_per_batch=60) as served:
-            for expected in several:
-                served.check(expected)
-        assert {*sizes} == graphs
-    finally:
-        rows.disable(model)
+    with on_rows(model, max_seq_len=300), Served(model, warm=True, **options, max_requests_per_batch=60) as served:
+        for expected in several:
+            served.check(expected)
+    assert {*sizes} == {192, 64}
 
 
 def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captures: tuple[str, list[int]]) -> None:
@@ -1463,13 +1244,12 @@ def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captur
     device, sizes = captures
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     expected = answers(model, Random(), 40, most=9)
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
-    try:
-        with Served(model, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=60) as served:
-            served.check(expected)
+    with (
+        on_rows(model, max_seq_len=300),
+        Served(model, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=60) as served,
+    ):
+        served.check(expected)
         assert {*sizes} <= {2, 4, 8, 16, 32, 60}
-    finally:
-        rows.disable(model)
 
 
 def test_batches_of_decode_are_padded_by_little() -> None:
@@ -1565,11 +1345,8 @@ def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
 def test_compiled_forward_passes_give_the_tokens_of_generate() -> None:
     model = tiny_model("llama-gqa-wide", "eager", "cuda")
     expected = answers(model, Random(), 12, most=60)
-    rows.enable(model, max_bytes="1GiB", max_seq_len=300)
-    try:
+    with on_rows(model, max_seq_len=300):
         check_batch(model, expected, default_compile_level=1)
-    finally:
-        rows.disable(model)
         torch.compiler.reset()
 
 
@@ -1584,12 +1361,9 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
     and so no graphs."""
     model = tiny_model(name, "eager", "cuda")
     expected = answers(model, Random(), 12, most=60)
-    rows.enable(model, max_bytes="1GiB", max_seq_len=200)
-    try:
+    with on_rows(model, max_seq_len=200):
         for _ in range(2):
             check_batch(model, expected, **options)
-    finally:
-        rows.disable(model)
 
 
 def asks_the_device(_module: torch.nn.Module, _given: Any, output: torch.Tensor) -> None:
@@ -1622,8 +1396,7 @@ def test_what_is_zeroed_at_a_start_is_zero_before_the_first_batch() -> None:
     """transformers does it on the default stream, which is long busy here."""
     model = tiny_model("llama-gqa-wide", "eager", "cuda")
     expected = answers(model, Random(), 6, most=60)
-    rows.enable(model, max_bytes="1GiB", max_seq_len=200)
-    try:
+    with on_rows(model, max_seq_len=200):
         torch.cuda._sleep(200_000_000)  # a tenth of a second
         with Served(model) as served:
             served.check(expected)
@@ -1631,8 +1404,6 @@ def test_what_is_zeroed_at_a_start_is_zero_before_the_first_batch() -> None:
             torch.cuda._sleep(200_000_000)
             served.manager.start()
             served.check(expected)
-    finally:
-        rows.disable(model)
 
 
 @pytest.mark.gpu
@@ -1642,30 +1413,16 @@ def test_more_requests_than_a_gpu_has_memory_for(host: float) -> None:
     model = tiny_model("llama-gqa-wide", "eager", "cuda")
     expected = answers(model, Random(), 16, most=900)
     own = vmmkv.FramePool("12MiB")  # a page has room for 1024 tokens
-    rows.enable(model, pool=own, max_seq_len=1024)
-    try:
-        with Served(model, cpu_offload_space=host, safety_margin=0.0, max_batch_tokens=512) as served:
-            served.check(expected)
-            assert served.cache.stats().tokens == 0
-            served.cache.check()
-    finally:
-        rows.disable(model)
+    with (
+        on_rows(model, pool=own, max_seq_len=1024),
+        Served(model, cpu_offload_space=host, safety_margin=0.0, max_batch_tokens=512) as served,
+    ):
+        served.check(expected)
+        assert served.cache.stats().tokens == 0
+        served.cache.check()
 
 
 # ---------------------------------------------------------------------- what is refused
-
-
-def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrainedModel) -> None:
-    expected = answers(model, Random(), 1, most=30 - NEW)
-    rows.enable(model, pool=pool(100), max_seq_len=30)
-    with Served(model) as served:
-        with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
-            served.manager.add_request([5] * 25)
-        with pytest.raises(vmmkv.ArgumentError, match="max_new_tokens=0; it must be 1 or more"):
-            served.manager.add_request([5] * 25, max_new_tokens=0)
-        name = served.manager.add_request([5] * 25, max_new_tokens=AtMost(12))
-        assert len(served.results(1)[name].generated_tokens) == 5
-        served.check(expected)
 
 
 def test_of_several_requests_all_are_added_or_none(model: PreTrainedModel) -> None:
@@ -1723,72 +1480,26 @@ def test_who_is_new_is_told_of_a_hard_stop(model: PreTrainedModel) -> None:
     manager.destroy()
 
 
-def test_a_request_without_tokens_is_refused(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(10), max_seq_len=100)
-    with Served(model) as served, pytest.raises(vmmkv.ArgumentError, match="no input_ids"):
-        served.manager.add_request([])
-
-
-def test_tokens_that_a_model_does_not_know_are_refused(model: PreTrainedModel) -> None:
-    """They would end the forward pass of all requests."""
-    expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    with Served(model) as served:
-        names = served.ask(expected)
-        for wrong in ([3, VOCABULARY], [-1, 3], [3.0], [[3, 4]], torch.tensor([[3, 4]]), "34", 3):
-            with pytest.raises(vmmkv.ArgumentError, match=r"got (token|input_ids)"):
-                served.manager.add_request(wrong)
-        for name, result in served.results(2).items():
-            assert result.generated_tokens == served.asked[name].tokens
-        served.manager.add_request(torch.tensor(expected[0].prompt), names[0])
-        assert served.results(1)[names[0]].generated_tokens == served.asked[names[0]].tokens
-
-
-def sampling_manager(model: PreTrainedModel, top_k: int) -> Any:
-    """A manager at work, each of whose requests may say how it is sampled."""
+def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
+    """transformers looks at them when it is too late, or not at all. A top_k beyond the vocabulary is all of it, as for
+    `generate`."""
+    (expected,) = answers(model, Random(), 1)
     options = config(per_request_processors=True)
-    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=top_k)
+    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=1000)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
-    return manager
-
-
-def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
-    """transformers looks at them when it is too late, or not at all."""
-    (expected,) = answers(model, Random(), 1)
-    manager = sampling_manager(model, top_k=9)
     temperatures = ({"temperature": wrong} for wrong in (0.0, float("nan"), 1e-46, np.float64(0)))
     most = *({"top_k": wrong} for wrong in (-1, 0, 98)), *({"top_p": wrong} for wrong in (-0.1, 1.1, float("nan")))
     names = {"request_id": ["name"]}, {"request_id": 7}
     for wrong in (*temperatures, *most, *names, {"max_new_tokens": float("nan")}, {"max_new_tokens": "5"}):
         with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
             manager.add_request(expected.prompt, **wrong)
-    manager.add_request(expected.prompt, top_k=1, temperature=3.0)
-    assert manager.get_result(timeout=PATIENCE).generated_tokens == expected.tokens
-    manager.stop()
-
-
-def test_a_top_k_beyond_the_vocabulary_is_all_of_it(model: PreTrainedModel) -> None:
-    """As for `generate`, and not the end of all requests."""
-    (expected,) = answers(model, Random(), 1)
-    manager = sampling_manager(model, top_k=1000)
-    names = [manager.add_request(expected.prompt, **told) for told in ({}, {"top_k": 1})]
+    names = [manager.add_request(expected.prompt, **told) for told in ({}, {"top_k": 1, "temperature": 3.0})]
     done = {result.request_id: result for result in (manager.get_result(timeout=PATIENCE) for _ in names)}
     assert done[names[1]].generated_tokens == expected.tokens
     assert len(done[names[0]].generated_tokens) > 0
     manager.stop()
-
-
-def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel) -> None:
-    """Not answered with nothing, as transformers does where a request is refused later."""
-    rows.enable(model, pool=pool(10), max_seq_len=30)
-    for _ in range(2):
-        with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
-            model.generate_batch([[5] * 9, [5] * 19], **config())
-        with pytest.raises(vmmkv.ArgumentError, match="max_new_tokens=-1; it must be 1 or more"):
-            model.generate_batch([[5] * 9], max_new_tokens=-1, **config())
-        model.generate_batch([[5] * 9], persistent_manager=True, **config())  # who is there already refuses it, too
 
 
 NOT_DONE: list[dict[str, Any]] = [
@@ -1967,17 +1678,6 @@ def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_ke
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    options = config()
-    for _ in range(2):
-        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **options)) == 1
-    for each in (config(), options):  # its caller's own, too
-        each["generation_config"].update(do_sample=True)
-        with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
-            model.generate_batch([[5] * 9], persistent_manager=True, **each)
-
-
 def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedModel) -> None:
     """Of requests before, whose results nobody has taken: who asked for them was interrupted, perhaps."""
     first, *expected = answers(model, Random(), 4)
@@ -2006,6 +1706,9 @@ def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrai
     other["generation_config"].do_sample = True
     with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
         model.init_continuous_batching(other["generation_config"])
+    options["generation_config"].update(do_sample=True)  # its caller's own, too
+    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
+        model.generate_batch([expected.prompt], **options, **kept)
 
 
 def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedModel) -> None:
@@ -2053,13 +1756,32 @@ def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
     assert result.generated_tokens == until
 
 
-@pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)
-def test_a_batch_with_a_prompt_that_is_none_is_refused(model: PreTrainedModel, wrong: Any) -> None:
-    """Likewise. Prompts may be tensors."""
-    rows.enable(model, pool=pool(10), max_seq_len=100)
-    with pytest.raises(vmmkv.ArgumentError, match=r"got (no |)(input_ids|token)"):
-        model.generate_batch([[5] * 9, wrong], **config())
-    assert len(model.generate_batch(torch.full((2, 9), 5), **config())) == 2
+def test_requests_that_would_end_all_are_refused_when_they_are_asked_for(model: PreTrainedModel) -> None:
+    """One that is longer than a row, or has no tokens that the model knows; of `add_request`, and of `generate_batch`
+    before any request begins. The others go on."""
+    expected = answers(model, Random(), 2, most=30 - NEW)
+    wrong: list[tuple[Any, int | None, type[Exception], str]] = [
+        *((prompt, None, vmmkv.ArgumentError, r"got (no |)(input_ids|token)") for prompt in (
+            [], [3, VOCABULARY], [-1, 3], [3.0], [[3, 4]], torch.tensor([[3, 4]]), "34", 3)),
+        ([5] * 25, None, vmmkv.SequenceTooLongError, "25 tokens and 12 new ones"),
+        ([5] * 9, 0, vmmkv.ArgumentError, "max_new_tokens=0; it must be 1 or more"),
+    ]  # fmt: skip
+    rows.enable(model, pool=pool(100), max_seq_len=30)
+    for prompt, new, error, what in wrong:
+        with pytest.raises(error, match=what):
+            model.generate_batch([[5] * 9, prompt], max_new_tokens=new, **config())
+    assert len(model.generate_batch(torch.full((2, 9), 5), persistent_manager=True, **config())) == 2
+    with Served(model) as served:
+        names = served.ask(expected)
+        for prompt, new, error, what in wrong:
+            with pytest.raises(error, match=what):
+                served.manager.add_request(prompt, max_new_tokens=new)
+        for name, result in served.results(2).items():
+            assert result.generated_tokens == served.asked[name].tokens
+        served.manager.add_request(torch.tensor(expected[0].prompt), names[0])
+        assert served.results(1)[names[0]].generated_tokens == served.asked[names[0]].tokens
+        name = served.manager.add_request([5] * 25, max_new_tokens=AtMost(12))
+        assert len(served.results(1)[name].generated_tokens) == 5
     rows.disable(model)
     assert "generate_batch" not in vars(model)
 
@@ -2086,47 +1808,34 @@ def test_rows_are_those_that_were_last_asked_for(model: PreTrainedModel) -> None
         model.generate_batch([[5] * 9], persistent_manager=True, **config())
         with Served(model) as served, pytest.raises(vmmkv.SequenceTooLongError, match=f"a row is {max_seq_len}"):
             served.manager.add_request([5] * 90)
-
-
-def test_a_manager_that_was_kept_is_gone_with_its_rows(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    model.generate_batch([[5] * 9], persistent_manager=True, **config())
     rows.disable(model)
     with Served(model, num_blocks=50, page_size=16, max_memory_percent=0.9) as served:
         assert not isinstance(served.manager, RowManager)
 
 
 def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
-    """Both would write into one row; the other one goes on."""
-    (expected,) = answers(model, Random(), 1, most=60)
-    rows.enable(model, pool=pool(200), max_seq_len=300)
-    with Served(model) as served:
-        with served.manager.pause():
-            served.manager.add_request(expected.prompt, "name")
-            served.manager.add_request([7] * 200, "name")
-        results = [served.manager.get_result(timeout=PATIENCE) for _ in range(2)]
-        assert "which another request has" in results[0].error
-        assert results[1].generated_tokens == expected.tokens
-
-
-def test_a_name_that_a_running_request_has_is_refused(model: PreTrainedModel) -> None:
-    """Until that one is done; it goes on."""
+    """Or one that will fork from it, until it is done: both would write into one row. The other one goes on."""
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(200), max_seq_len=300)
-    by_hand = ByHand(model)
+    by_hand = ByHand(model, num_return_sequences=2)
     manager, scheduler = by_hand.manager, by_hand.processor.scheduler
-    manager.add_request(expected.prompt, "name")
+
+    def results(count: int) -> list[Any]:
+        return [manager.get_result(timeout=0) for _ in range(count)]
+
+    for name in ("name", "name", "name__child#0"):
+        manager.add_request(expected.prompt, name)
     while not scheduler.active_requests or scheduler.active_requests["name"].generated_len() < 3:
         by_hand.step()
     manager.add_request([7] * 200, "name")
     by_hand.step()
-    assert "which another request has" in manager.get_result(timeout=0).error
+    assert all("which another request has" in each.error for each in results(6))
     for again in (False, True):
         if again:
             manager.add_request(expected.prompt, "name")
         while by_hand.step():
             pass
-        assert manager.get_result(timeout=0).generated_tokens == expected.tokens
+        assert [each.generated_tokens for each in results(2)] == [expected.tokens] * 2
     by_hand.end()
 
 
@@ -2147,18 +1856,6 @@ def test_who_is_cancelled_after_it_has_forked_leaves_the_others(model: PreTraine
     by_hand.end()
 
 
-def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None:
-    (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(200), max_seq_len=300)
-    with Served(model, num_return_sequences=2) as served:
-        with served.manager.pause():
-            served.manager.add_request(expected.prompt, "name")
-            served.manager.add_request([7], "name__child#0")
-        results = [served.manager.get_result(timeout=PATIENCE) for _ in range(4)]
-        assert ["which another request has" in (result.error or "") for result in results] == [True] * 2 + [False] * 2
-        assert [result.generated_tokens for result in results[2:]] == [expected.tokens] * 2
-
-
 def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
@@ -2168,29 +1865,27 @@ def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) ->
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "own"),
     [
-        {"decode_compile_config": transformers.CompileConfig()},  # which is mode="reduce-overhead"
-        {"varlen_compile_config": transformers.CompileConfig(mode="default", fullgraph=True)},
+        ({"decode_compile_config": transformers.CompileConfig()}, None),  # which is mode="reduce-overhead"
+        ({"varlen_compile_config": transformers.CompileConfig(mode="default", fullgraph=True)}, None),
+        ({}, transformers.CompileConfig()),
     ],
-    ids=str,
+    ids=["graphs", "one graph", "graphs, by the model's own config"],
 )
-def test_passes_that_cannot_run_on_rows_are_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
+def test_passes_that_cannot_run_on_rows_are_refused(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], own: Any
+) -> None:
+    monkeypatch.setattr(model.config, "compile_config", own, raising=False)
     rows.enable(model, pool=pool(10))
     with pytest.raises(vmmkv.UnsupportedError, match=r"(forward|decode) passes"):
         model.init_continuous_batching(**config(**options))
     assert model.config._attn_implementation == "eager"
 
 
-def test_passes_that_a_models_own_config_has_compiled_are_looked_at_too(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model.config, "compile_config", transformers.CompileConfig(), raising=False)
-    test_passes_that_cannot_run_on_rows_are_refused(model, {})
-
-
-def test_models_that_cannot_run_on_rows_are_refused() -> None:
-    """Layers that keep something else, and positions that nobody can say: there transformers' own is wrong."""
+def test_models_that_cannot_run_on_rows_are_refused(model: PreTrainedModel) -> None:
+    """Layers that keep something else, and positions that nobody can say: there transformers' own is wrong; wrapped
+    ones, whose generate_batch is that of the model inside; and layers in several processes."""
     keeps_states = tiny_model("qwen3-next", "eager", "cpu")
     rows.enable(keeps_states, pool=pool(10))
     with pytest.raises(vmmkv.UnsupportedError, match="keeps something else"):
@@ -2198,14 +1893,15 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
     assert keeps_states.config._attn_implementation == "eager"
     rows.disable(keeps_states)
     sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
-    with pytest.raises(vmmkv.UnsupportedError, match="no position_ids"):
-        rows.enable(transformers.BartForCausalLM(transformers.BartConfig(**sizes, vocab_size=9)))
-
-
-def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
-    """Their generate_batch is that of the model inside."""
-    with pytest.raises(vmmkv.ArgumentError, match="got DataParallel; give the PreTrainedModel inside"):
-        rows.enable(torch.nn.DataParallel(model))
+    bart, split = transformers.BartForCausalLM(transformers.BartConfig(**sizes, vocab_size=9)), copy.deepcopy(model)
+    split.config.distributed_config = DistributedConfig(pp_size=2)
+    for other, error, what in (
+        (bart, vmmkv.UnsupportedError, "no position_ids"),
+        (split, vmmkv.UnsupportedError, "layers in several processes"),
+        (torch.nn.DataParallel(model), vmmkv.ArgumentError, "got DataParallel; give the PreTrainedModel inside"),
+    ):
+        with pytest.raises(error, match=what):
+            rows.enable(other)
 
 
 def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None:
@@ -2280,13 +1976,6 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
         rows.disable(model)
         with pytest.raises(vmmkv.UnsupportedError, match=f"{what}.* up to {limit} tokens"):
             rows.enable(model, max_seq_len=limit + 1)
-
-
-def test_models_whose_layers_are_in_several_processes_are_refused() -> None:
-    model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
-    model.config.distributed_config = DistributedConfig(pp_size=2)
-    with pytest.raises(vmmkv.UnsupportedError, match="layers in several processes"):
-        rows.enable(model)
 
 
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
