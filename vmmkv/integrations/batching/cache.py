@@ -303,5 +303,5 @@ class RowOffloading(OffloadingManager):
             future_state.state.is_cpu_offloaded = False  # `Requests.admit` has brought its tokens back
 
     def free_request_cpu_cache(self, state: RequestState) -> None:
-        self.cache.requests.end_away(state.request_id)
+        self.cache.requests.end_anywhere(state.request_id)
         state.is_cpu_offloaded = False

@@ -28,8 +28,7 @@ FAILED = -float("inf")
 
 
 class Ranks:
-    """The processes of a tensor parallel group, of transformers' `DistributedHelper`. All make the same calls in the
-    same order."""
+    """A tensor parallel group, of transformers' `DistributedHelper`. All processes make the same calls in one order."""
 
     def __init__(self, helper: Any) -> None:
         self._size, self._rank, self._helper = helper.tp_size, helper.tp_local_rank, helper
@@ -46,8 +45,8 @@ class Ranks:
         return least
 
     def attempt(self, action: Callable[[], float]) -> tuple[float, float]:
-        """The result of an action here, and the minimum over all processes. If the action raises, all processes stop;
-        it must not communicate."""
+        """The result of an action, which does not communicate, and its minimum over all processes. If it raises, all
+        processes stop."""
         try:
             here = action()
         except Exception:
@@ -90,8 +89,6 @@ class Requests:
     Args:
         caches: the cache of each layer group.
         windows: of each, the tokens that a token attends to, itself included; 0: all before it.
-        weights: what K and V depend on beside tokens.
-        ranks: the processes.
         reuse: requests begin with cached prefixes, and leave theirs. Not with windows: their first tokens are gone.
         has_host: the caches have host memory.
     """
@@ -134,9 +131,7 @@ class Requests:
         self._is_full, self._grown = False, set()
         known = ((name, held, self._requests.get(name)) for name, held in decoding)
         growing = {name: each for name, held, each in known if each and each.tokens == held and not each.is_away}
-        if not growing:
-            return
-        _, has_room = self._ranks.attempt(partial(self._grow_together, [*growing.values()]))
+        _, has_room = self._ranks.attempt(partial(self._grow_together, [*growing.values()])) if growing else (1, 1)
         for request in growing.values():
             if has_room:
                 request.tokens += 1
@@ -210,10 +205,9 @@ class Requests:
             request.tokens, request.is_away = tokens, False
             return True
         _shrink(request, held)
+        request.tokens = min(request.tokens, held)
         if request.is_away:
             _suspend(request.sequences)
-        else:
-            request.tokens = min(request.tokens, held)
         if not here:
             self._is_refused |= all(map(operator.le, self.pages_missing(name, tokens), self._available()))
         return False
@@ -253,7 +247,7 @@ class Requests:
         """Start requests that hold what this one holds, as many as there is room for; returns which."""
         _, count = self._ranks.attempt(partial(self._fork_here, self._requests[name], children))
         for child in children[int(count) :]:
-            self._drop(child)
+            self.end_anywhere(child)
         return children[: int(count)]
 
     def _fork_here(self, parent: Request, children: list[str]) -> int:
@@ -267,36 +261,30 @@ class Requests:
 
     def put_away(self, name: str) -> bool:
         """Move the tokens of a request to host memory, or end it without room; returns whether they are there."""
-        request = self._requests.get(name)
-        if request is None:
+        if (request := self._requests.get(name)) is None:
             return False
         self._is_refused = False
         _, moved = self._ranks.attempt(lambda: self._has_host and _suspend(request.sequences))
         request.is_away = bool(moved)
         if not moved:
-            self._drop(name)
+            self.end_anywhere(name)
         return request.is_away
 
     def end(self, name: str) -> None:
         """End a request, if there is one of this name whose tokens are not in host memory."""
-        if name in self._requests and not self._requests[name].is_away:
-            self._is_refused &= not any(each.length for each in self._requests[name].sequences)
-            self._drop(name)
+        if not self.is_away(name):
+            self.end_anywhere(name)
 
-    def end_away(self, name: str) -> None:
-        """End a request, wherever its tokens are."""
-        if self.is_away(name):
-            self._drop(name)
-        self.end(name)
+    def end_anywhere(self, name: str) -> None:
+        """End a request, if there is one of this name, wherever its tokens are."""
+        if request := self._requests.pop(name, None):
+            self._is_refused &= request.is_away or not any(each.length for each in request.sequences)
+            _free(request.sequences)
 
     def end_all(self) -> None:
         """End all requests."""
         for name in list(self._requests):
-            self.end_away(name)
-
-    def _drop(self, name: str) -> None:
-        if request := self._requests.pop(name, None):
-            _free(request.sequences)
+            self.end_anywhere(name)
 
     def trim(self) -> None:
         """Give memory without tokens of requests back to the system, and cached prefixes with it."""
@@ -328,7 +316,7 @@ class Requests:
         return [0 if self._is_refused else caches[0].available_pages for caches in self.pools]
 
     def _left(self, missing: list[int], pages: list[int]) -> list[float]:
-        """Pages that every process has left, on each pool, once a request has got those that it is missing."""
+        """Pages that every process has left, on each pool, behind a request that is missing some."""
         return [self._ranks.least(there) - needed for there, needed in zip(pages, missing)]
 
     def fits(self, name: str, tokens: int) -> bool:
