@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -55,7 +57,8 @@ def attend_rows(
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     cache = vmmkv_cache
-    if isinstance(cache, Probe) and not _is_causal(module):
+    of_layer = (module, getattr(module, "config", None)) if isinstance(cache, Probe) else ()
+    if not all(getattr(each, "is_causal", True) for each in of_layer):
         raise UnsupportedAttentionError(
             f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
             "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
@@ -70,11 +73,6 @@ def attend_rows(
     if isinstance(cache, Inside):  # its layer was entered, and its number is not asked: all layers are one program
         return attend_inside(query, key, value, s_aux, scale, softcap or 0.0, told.get("sliding_window")), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
-
-
-def _is_causal(module: Any) -> bool:
-    """Whether tokens see none behind them, as far as a layer and its config say."""
-    return all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None)))
 
 
 def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -95,33 +93,29 @@ def compile_layers_whole(model: Any) -> None:
 # ---------------------------------------------------------------------- loans
 
 
+@dataclass
 class Loan:
-    """The attention of a config, which names it: all models of the config attend alike.
+    """The attention of a config, which names it: all models of the config attend alike."""
 
-    Attributes:
-        before: the attention that they had; None if that is not known.
-        users: the managers that run one of them.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.before: str | None = None
-        self.users: WeakSet[object] = WeakSet()
+    config: Any
+    before: str | None = None
+    """The attention that they had, if that is known."""
+    users: WeakSet[object] = field(default_factory=WeakSet)
+    """The managers that run one of them."""
 
 
 _lock = threading.RLock()
 """Guards the loans: threads may begin and end with one model."""
 _loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
 """By model; models of one config share a loan."""
-_alone: dict[object, Any] = {}
-"""The configs that `left_alone` watches, and of which no model was borrowed since, by caller."""
+_borrows: Counter[int] = Counter()
+"""By the id of a config: how often its models were borrowed."""
 
 
 def borrow(model: Any, user: object) -> None:
     """Have a model attend to rows until all users give it back."""
     with _lock:
-        for caller in [caller for caller, config in _alone.items() if config is model.config]:
-            del _alone[caller]  # first of all: what follows cannot meet a caller that is still left alone
+        _borrows[id(model.config)] += 1  # first of all: `left_alone` must not miss what follows
         before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         loan = _loans[model] = _loan_of(model.config) or Loan(model.config)
@@ -134,23 +128,19 @@ def borrow(model: Any, user: object) -> None:
 def left_alone(model: Any, refused: Exception) -> Iterator[None]:
     """Raise `refused` if a model, or one of its config, is borrowed now, or before the end: masks that were made for
     one attention would meet the other."""
-    caller = object()
+    config = model.config
     with _lock:
-        if _loan_of(model.config) is not None:
+        if _loan_of(config) is not None:
             raise refused
-        _alone[caller] = model.config
+        before = _borrows[id(config)]
     try:
         yield
     except Exception as error:
-        if caller in _alone:
+        if _borrows[id(config)] == before:
             raise
         raise refused from error
-    else:
-        if caller not in _alone:
-            raise refused
-    finally:
-        with _lock:
-            _alone.pop(caller, None)
+    if _borrows[id(config)] != before:
+        raise refused
 
 
 def give_back(model: Any, user: object) -> None:

@@ -30,15 +30,7 @@ WARMUP = "__warmup_"
 
 
 class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
-    """The rows of a model.
-
-    Args:
-        options: the arguments of `enable`.
-        groups: the layer groups of the model.
-        weights: the weights of the model.
-        config, continuous_batching_config, device, distributed_helper, dtype, model_supports_logits_to_keep: as
-            transformers gives them.
-    """
+    """The rows of a model. The arguments from `config` on are transformers'."""
 
     def __init__(
         self,
@@ -221,18 +213,8 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Write K and V of a layer's new tokens, and attend to all tokens of their sequences.
-
-        Args:
-            query, key, value: `[1, heads, tokens, head_dim]`; the first two may be `Unrotated`.
-            told: what transformers tells a pass.
-
-        Returns:
-            `[1, tokens, num_heads, v_head_dim]`
-
-        Raises:
-            UnsupportedAttentionError: the layer attends to another window than its group.
-        """
+        """Write and attend as `append_and_attend` does, in a pass that transformers has `told` where its tokens are.
+        Raises `UnsupportedAttentionError` if the layer attends to another window than its group."""
         index, kept = self._layers[layer]
         group, window = self._groups[index], told.get("sliding_window")
         if window is not None and window != group.window:

@@ -64,17 +64,15 @@ class Probe(LeftToAttention):
     def __init__(self) -> None:
         self.layers: list[int] = []
         """Each layer that attended, as often as it did."""
-        self.shapes: dict[int, tuple[int, int, int]] = {}
-        """By layer: KV heads, the width of K, and of V."""
-        self.devices: dict[int, torch.device] = {}
+        self.kept: dict[int, tuple[torch.device, int, int, int]] = {}
+        """By layer: its device, KV heads, the width of K, and of V."""
         self.dtypes: set[torch.dtype] = set()
         self.has_kernels = True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
         """Note a layer's K and V, `[1, heads, tokens, head_dim]`, and attend to nothing."""
         self.layers.append(layer)
-        self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
-        self.devices[layer] = key.device
+        self.kept[layer] = key.device, key.shape[1], key.shape[3], value.shape[3]
         self.dtypes |= {key.dtype, value.dtype}
         self.has_kernels &= kernels_take(key, value)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -110,9 +108,11 @@ def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Grou
         check_quantizable(dtype, kv_dtype)
     kept, scales = (kv_dtype, "token_head") if kv_dtype else (dtype, None)
     groups = []
-    for device, (name, of_kind) in itertools.product(dict.fromkeys(probe.devices.values()), kinds.items()):
-        if layers := [layer for layer in of_kind if probe.devices[layer] == device]:
-            heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
+    for device, (name, of_kind) in itertools.product(
+        dict.fromkeys(at for at, *_ in probe.kept.values()), kinds.items()
+    ):
+        if layers := [layer for layer in of_kind if probe.kept[layer][0] == device]:
+            _, heads, k_widths, v_widths = zip(*(probe.kept[layer] for layer in layers))
             layout = KVLayout(len(layers), heads, k_widths, kept, v_widths, scales=scales)
             window = config.sliding_window if name == SLIDING_ATTENTION else 0
             groups.append(Group(name, layers, window, layout, probe.has_kernels, device))

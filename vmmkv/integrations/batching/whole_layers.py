@@ -40,18 +40,13 @@ class Entered(NamedTuple):
     told: dict[str, Any]
 
 
-class _Thread(threading.local):
-    entered: Entered | None = None
-
-
-_thread = _Thread()
-
-
 class Inside(LeftToAttention):
     """What a layer that was entered gets as its cache."""
 
 
 INSIDE = Inside()
+_thread = threading.local()
+"""`entered`: what the thread has entered."""
 
 
 def attend_inside(
@@ -66,8 +61,7 @@ def attend_inside(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float, window: int | None
 ) -> Tensor:
-    entered = _thread.entered
-    assert entered is not None
+    entered: Entered = _thread.entered
     told = entered.told | {"sliding_window": window}
     output: Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
     return output.contiguous()
