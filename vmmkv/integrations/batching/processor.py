@@ -16,7 +16,7 @@ from ..with_names import with_names
 from .attention import NAME
 from .batches import RowBatch, RowBatchesAhead, RowRunner, sides
 from .cache import RowCache, RowOffloading
-from .scheduler import RowScheduler, children_of, turn_at
+from .scheduler import RowScheduler, children_of
 
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
@@ -55,8 +55,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self._idle_since: float | None = None
         """When the last request ended; None: there are some; infinity: memory went back to the system since."""
         if self.distributed_helper.tp_size == 1:
-            self.scheduler.turn = turn_at(self.cache.kv_caches[0].pool)
-            self.scheduler.turn.join(self.scheduler)
+            self.scheduler.join(self.cache.kv_caches[0].pool)
         self._wait_for_zeros()
 
     def reset(self) -> None:

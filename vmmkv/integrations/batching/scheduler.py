@@ -1,13 +1,17 @@
-"""Chooses requests for a forward pass: transformers' schedulers, each with what rows need beside it; and the turn at a
-pool where the schedulers of several managers wait for each other's memory."""
+"""Chooses requests for a forward pass: transformers' schedulers, each with what rows need beside it.
+
+Schedulers of several managers on a pool may wait for each other's memory. Then the one that was stuck first has the
+turn: it keeps what its requests hold, and the others admit no request until one of these is done, and give way where
+they are stuck. If all gave way, each could take what the other had just given back, and none need ever be done.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
@@ -18,56 +22,12 @@ from .cache import RowCache
 
 CHILD = "__child#"
 """In names of requests that fork from one: between its own and a number."""
-
-
-class PoolTurn:
-    """The turn at a pool. The scheduler that has it keeps what its requests hold; the others admit no request until one
-    of these is done, and give way where they cannot go on. If all gave way, each could take what the other had just
-    given back, and none need ever be done."""
-
-    def __init__(self) -> None:
-        self._holder: Callable[[], RowScheduler | None] = lambda: None
-        self._schedulers: weakref.WeakSet[RowScheduler] = weakref.WeakSet()
-
-    def join(self, scheduler: RowScheduler) -> None:
-        """Add a scheduler of a manager on the pool."""
-        with _lock:
-            self._schedulers.add(scheduler)
-
-    def take(self, scheduler: RowScheduler) -> bool:
-        """Give the turn to a scheduler unless another has it; returns whether it has the turn."""
-        with _lock:
-            if is_free := not self.is_taken(scheduler):
-                self._holder = weakref.ref(scheduler)
-            return is_free
-
-    def end(self, scheduler: RowScheduler) -> None:
-        """Take the turn from a scheduler, if it has it."""
-        with _lock:
-            if self._holder() is scheduler:
-                self._holder = lambda: None
-
-    def is_taken(self, scheduler: RowScheduler) -> bool:
-        """Whether another scheduler, one with requests, has the turn."""
-        holder = self._holder()
-        return holder is not None and holder is not scheduler and bool(holder.has_pending_requests())
-
-    def others_hold_memory(self, scheduler: RowScheduler) -> bool:
-        """Whether requests of other schedulers hold memory of the pool."""
-        with _lock:  # others may join
-            schedulers = list(self._schedulers)
-        return any(each is not scheduler and each.active_requests for each in schedulers)
-
-
-_turns: weakref.WeakKeyDictionary[FramePool, PoolTurn] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
-"""Guards the turns."""
-
-
-def turn_at(pool: FramePool) -> PoolTurn:
-    """The turn at a pool."""
-    with _lock:
-        return _turns.setdefault(pool, PoolTurn())
+NEVER = float("inf")
+_stuck = itertools.count()
+"""Numbers schedulers in the order in which they get stuck."""
+_on_pool: WeakKeyDictionary[FramePool, WeakSet[RowScheduler]] = WeakKeyDictionary()
+_lock = threading.Lock()
+"""Guards the schedulers on each pool."""
 
 
 class Cancelled(str):
@@ -88,8 +48,8 @@ class RowScheduler(Scheduler):
     cache: RowCache
     handlers: dict[str, Any]
     """By request: the callback that its results go to."""
-    turn: PoolTurn | None = None
-    """None if several processes would have to agree on it."""
+    stuck: float = NEVER
+    """The number of its turn, once it is stuck."""
 
     def reset(self) -> None:
         super().reset()
@@ -99,18 +59,31 @@ class RowScheduler(Scheduler):
         """Take the requests that are added from now on as new."""
         self._new = {}
 
+    def join(self, pool: FramePool) -> None:
+        """Take turns with the schedulers of other managers on a pool."""
+        with _lock:
+            _on_pool.setdefault(pool, WeakSet()).add(self)
+
+    def _others(self) -> list[RowScheduler]:
+        """The schedulers of other managers on the pool; none under tensor parallelism."""
+        with _lock:
+            return [each for those in _on_pool.values() if self in those for each in those if each is not self]
+
+    def _has_turn(self) -> bool:
+        return not any(each.stuck < self.stuck and each.has_pending_requests() for each in self._others())
+
     def keeps_its_memory(self) -> bool:
-        """Whether its requests need not give way, since those of other managers will."""
-        return self.turn is not None and self.turn.take(self) and self.turn.others_hold_memory(self)
+        """Whether its requests, which are stuck, need not give way, since those of other managers will."""
+        if self.stuck == NEVER:
+            self.stuck = next(_stuck)
+        return self._has_turn() and any(each.active_requests for each in self._others())
 
     def end_turn(self) -> None:
         """Leave the turn to other managers."""
-        if self.turn is not None:
-            self.turn.end(self)
+        self.stuck = NEVER
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        is_taken = self.turn is not None and self.turn.is_taken(self)
-        return [] if is_taken else list(super()._get_waiting_candidates())
+        return list(super()._get_waiting_candidates()) if self._has_turn() else []
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
         """Choose requests for a batch. A request that forks before it has tokens to compute is left out if others have
