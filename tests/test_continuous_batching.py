@@ -680,15 +680,15 @@ def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
     own, new = pool(20), 60
     models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
     expected = [answers(each, Random(), 2, most=9, new=new) for each in models]
-    with on_rows(models[0], pool=own, max_seq_len=200), on_rows(models[1], pool=own, max_seq_len=200):
-        with Served(models[0], safety_margin=0.0) as first, Served(models[1], safety_margin=0.0) as second:
-            for served, some in zip((first, second), expected):
-                for number, each in enumerate(some):
-                    served.manager.add_request(each.prompt, str(number), max_new_tokens=new)
-            for served, some in zip((first, second), expected):
-                results = served.results(len(some))
-                made = [results[str(number)].generated_tokens for number in range(len(some))]
-                assert made == [each.tokens for each in some]
+    ours, theirs = (on_rows(each, pool=own, max_seq_len=200) for each in models)
+    with ours, theirs, Served(models[0], safety_margin=0) as first, Served(models[1], safety_margin=0) as second:
+        for served, some in zip((first, second), expected):
+            for number, each in enumerate(some):
+                served.manager.add_request(each.prompt, str(number), max_new_tokens=new)
+        for served, some in zip((first, second), expected):
+            results = served.results(len(some))
+            made = [results[str(number)].generated_tokens for number in range(len(some))]
+            assert made == [each.tokens for each in some]
 
 
 def test_models_that_wait_for_each_others_memory_take_turns() -> None:

@@ -22,7 +22,7 @@ import transformers
 from ...errors import UnsupportedError
 
 TESTED = ("5.23", "5.24")
-"""Versions of transformers whose continuous batching is known here."""
+"""Versions of transformers that this package is tested with."""
 
 
 def check_version() -> None:

@@ -24,8 +24,6 @@ from .whole_layers import CACHE, Inside, attend_inside, make_layers_whole, split
 
 NAME = "vmmkv_rows"
 """The `attn_implementation` of models that run on rows."""
-OF_BATCH = "block_table"
-"""A keyword of every batch, which layers hand on to attention."""
 ALONE = (
     "stop every manager that runs the model, or one of the same config. Then, and of a copy that was made under a "
     "manager, vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
@@ -57,13 +55,9 @@ def attend_rows(
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     cache = vmmkv_cache
-    of_layer = (module, getattr(module, "config", None)) if isinstance(cache, Probe) else ()
-    if not all(getattr(each, "is_causal", True) for each in of_layer):
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
-            "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
-        )
-    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
+    if isinstance(cache, Probe):
+        _check_causal(module)
+    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and "block_table" in told)
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if is_in_batch else "called it without a batch of requests"
         raise UnsupportedAttentionError(
@@ -73,6 +67,15 @@ def attend_rows(
     if isinstance(cache, Inside):  # its layer was entered, and its number is not asked: all layers are one program
         return attend_inside(query, key, value, s_aux, scale, softcap or 0.0, told.get("sliding_window")), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
+
+
+def _check_causal(module: Any) -> None:
+    """Raise `UnsupportedAttentionError` if tokens see those behind them, as far as a layer and its config say."""
+    if not all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None))):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
+            "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
+        )
 
 
 def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

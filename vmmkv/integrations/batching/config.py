@@ -67,7 +67,7 @@ def compiles(config: Any, of_model: Any) -> bool:
 
 
 def budget(config: Any, token_bytes: int) -> float | str:
-    """The limit of a pool on whose device a token has so many bytes."""
+    """The limit of a pool, by the bytes of a token on its device."""
     if config.num_blocks is not None:
         return int(config.num_blocks * block_bytes(config, token_bytes))
     return f"{100 * config.max_memory_percent:g}%"

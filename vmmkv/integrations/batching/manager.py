@@ -102,8 +102,8 @@ class RowManager(their_api.ContinuousBatchingManager):
     # ------------------------------------------------------------------ from start to end
 
     def start(self) -> None:
-        """Start taking requests. Raises `BusyError` while it runs, perhaps for another caller, who would take results
-        of this one's and stop it."""
+        """Start taking requests. Raises `BusyError` while it runs, perhaps for another caller: each would take results
+        of the other, and stop it."""
         with self._starting:
             self._check_idle("start")
             self.switch_to_cb_friendly_attn(self.model)  # `stop` has given it back
@@ -181,7 +181,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Have the model for the caller, who may change its weights, behind all passes so far and before later ones.
+        """Have the model for the caller, which may change its weights, behind all passes so far and before later ones.
         Later requests begin with no prefix from before, and graphs are captured anew if weights have moved."""
         with super().pause():
             processor = self._processor
@@ -229,7 +229,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         name: str | None = super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
         if name is None and self.is_tp_driver:
             reason = self.background_thread_status.can_accept_new_requests()
-            raise StoppedError(f"got a request that nobody would answer: {reason} start() lets it take requests again")
+            raise StoppedError(
+                f"got a request that would not be answered: {reason} start() lets it take requests again"
+            )
         return name
 
     def add_requests(

@@ -1,4 +1,4 @@
-"""Attention of a packed batch: the new tokens of many sequences one behind the other, whose K and V lie in rows.
+"""Attention of a packed batch: new tokens of many sequences one behind the other, with K and V in rows.
 
 On a GPU by the kernels, from rows and lengths on the device: nothing waits for the host, and one captured graph serves
 every length. Elsewhere by torch, one sequence after another.

@@ -150,8 +150,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         chosen = model.config._attn_implementation
         if chosen != NAME:
             raise UnsupportedAttentionError(
-                f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
-                "rows. Somebody chose it; stop this manager first"
+                f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager that keeps K and V '
+                "in rows; stop this manager first"
             )
         batch = sides(self.inputs_and_outputs)[0]
         if any(request.query_length for request in batch.requests_in_batch):

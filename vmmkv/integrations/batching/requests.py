@@ -271,7 +271,7 @@ class Requests:
         return request.is_away
 
     def end(self, name: str) -> None:
-        """End a request, if there is one of this name whose tokens are not in host memory."""
+        """End a request, if there is one of this name, unless its tokens are in host memory."""
         if not self.is_away(name):
             self.end_anywhere(name)
 

@@ -1,12 +1,13 @@
 """What K and V depend on beside tokens: the weights of a model, and the adapters that PEFT has put into it.
 
 torch tells `_Registrations` of each module, parameter and buffer that is registered, and counts writes to each tensor.
-So no step walks the module tree; a walk follows a registration.
+So no step walks the module tree. A walk follows a registration, and precedes a request if there are adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -44,12 +45,16 @@ class Weights:
 
     def _look(self) -> None:
         """Walk the module tree."""
-        self._seen = _registrations.count  # first: a registration meanwhile causes another walk
-        self._tensors = [*self._model.parameters(), *self._model.buffers()]
+        modules: list[torch.nn.Module] = []
+        while not modules:
+            self._seen = _registrations.count  # first: a registration meanwhile causes another walk
+            with suppress(RuntimeError):  # a dictionary of modules has changed its size meanwhile
+                self._tensors = [*self._model.parameters(), *self._model.buffers()]
+                modules = [*self._model.modules()]
         self.addresses = addresses(self._tensors)
         self.devices = {each.device for each in self._tensors}
         self._counting = [each for each in self._tensors if not each.is_inference()]
-        own = (each for each in self._model.modules() if _has(each, "active_adapters"))
+        own = (each for each in modules if _has(each, "active_adapters"))
         self._tuned = [each for each in own if isinstance(each.active_adapters, list)]  # models have a method
 
     def change(self) -> None:
@@ -57,9 +62,9 @@ class Weights:
         self._changes += 1
         self._look()
 
-    def _refresh(self) -> None:
-        """Look again if modules were registered since, and count a change if there are other weights."""
-        if self._seen != _registrations.count:
+    def _refresh(self, *, anyway: bool = False) -> None:
+        """Look again if modules were registered since, or anyway, and count a change if there are other weights."""
+        if anyway or self._seen != _registrations.count:
             ids, places = [*map(id, self._tensors)], self.addresses
             self._look()
             self._changes += ids != [*map(id, self._tensors)] or places != self.addresses
@@ -83,24 +88,20 @@ class Weights:
 
     def key(self) -> str:
         """A text that differs wherever K and V of the same tokens may differ. Writes through `.data` do not count."""
-        self._refresh()
-        if self._tuned and addresses(self._tensors) != self.addresses:  # PEFT swaps what is in a tensor
-            self.change()
+        self._refresh(anyway=bool(self._tuned))  # PEFT swaps what is in a tensor, and removes modules
         return repr((self._changes, sum(each._version for each in self._counting), self._adapters()))
 
 
 def addresses(weights: Iterable[torch.Tensor]) -> list[int]:
     """The addresses of weights; of quantized or distributed ones those of the tensors that they are made of."""
-    return [each.data_ptr() for each in _in_memory(weights)]
-
-
-def _in_memory(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    found = []
     for each in weights:
         if is_traceable_wrapper_subclass(each):
             parts = (getattr(each, name) for name in each.__tensor_flatten__()[0])
-            yield from _in_memory(part for part in parts if isinstance(part, torch.Tensor))
+            found += addresses(part for part in parts if isinstance(part, torch.Tensor))
         else:
-            yield each
+            found.append(each.data_ptr())
+    return found
 
 
 def _adapters_of(tuned: Any) -> Hashable:

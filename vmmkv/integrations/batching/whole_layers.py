@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +32,13 @@ class LeftToAttention:
         return key, value
 
 
-class Entered(NamedTuple):
-    """The layer that a thread runs: attention of its cache, its number, and the keywords that are for attention."""
-
-    attend: Callable[..., Any]
-    number: int
-    told: dict[str, Any]
-
-
 class Inside(LeftToAttention):
     """What a layer that was entered gets as its cache."""
 
 
 INSIDE = Inside()
 _thread = threading.local()
-"""`entered`: what the thread has entered."""
+"""`entered`: of the layer that the thread runs, attention of its cache, its number, and keywords for attention."""
 
 
 def attend_inside(
@@ -61,9 +53,8 @@ def attend_inside(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float, window: int | None
 ) -> Tensor:
-    entered: Entered = _thread.entered
-    told = entered.told | {"sliding_window": window}
-    output: Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
+    attend, number, told = _thread.entered
+    output: Tensor = attend(number, query, key, value, told | {"sliding_window": window}, scale, softcap, sinks)
     return output.contiguous()
 
 
@@ -99,7 +90,7 @@ def split_layers(model: torch.nn.Module) -> None:
 
 
 def own_forwards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FunctionType]]:
-    """The modules of a model whose `forward` is the function of their class, and that function."""
+    """The modules of a model that have the `forward` of their class, and that function."""
     for module in model.modules():
         forward = type(module).forward
         if isinstance(forward, FunctionType) and "forward" not in vars(module):
@@ -107,7 +98,7 @@ def own_forwards(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Func
 
 
 def restore_forwards(model: torch.nn.Module, kind: type) -> None:
-    """Give modules whose `forward` is of a kind that of their class back."""
+    """Remove each `forward` of a kind, so that modules have that of their class again."""
     for module in model.modules():
         if isinstance(getattr(vars(module).get("forward"), "__func__", None), kind):
             del vars(module)["forward"]
@@ -139,7 +130,7 @@ class _Forward:
             return self._forward(module, *args, **kwargs)
         told = {name: kwargs.pop(name) for name in self._told & kwargs.keys()}
         kwargs["cache"] = kwargs[CACHE] = INSIDE
-        _thread.entered = Entered(cache.attend, self._number, told)
+        _thread.entered = cache.attend, self._number, told
         try:
             return self._forward(module, *args, **kwargs)
         finally:
