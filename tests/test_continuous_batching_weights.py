@@ -56,7 +56,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         "written to",
         "put in the place of others and written to",
         "another adapter",
-        "another adapter of what is inside",
     ],
 )
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
@@ -70,9 +69,8 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     old, new = pairs[-1]
     assert old is not None
     assert new is not None
-    if how.startswith("another adapter"):
+    if how == "another adapter":
         model.tuned = Adapted()
-        (model.model if "inside" in how else model).peft_config = {}
     rows.enable(model, pool=pool(300), max_seq_len=200)
     with Served(model) as served:
         served.check([old])
@@ -93,7 +91,7 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
                     there = {name: each.data for name, each in model.state_dict().items()}
                     model.load_state_dict(there, assign=True)  # as new tensors
                 served.check([old])
-            if how.startswith("another adapter"):
+            if how == "another adapter":
                 switch_adapter(model, after, "other")
             else:
                 model.load_state_dict(after.state_dict())
@@ -103,11 +101,11 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         assert served.cache.stats().cached_tokens > 0
 
 
-@pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name"])
+@pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name", "taken out"])
 def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> None:
     """It was put into the model while a manager runs it."""
     one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
-    for each in (one, other):
+    for each in (one,) if how == "taken out" else (one, other):
         put_adapter(each)
     random, old, new = Random(), None, None
     while not (old and new and old.tokens != new.tokens):
@@ -120,7 +118,10 @@ def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> 
         with torch.no_grad():
             put_adapter(bare).copy_(one.tuned.weight)
             served.check([old])
-            if how == "written to":
+            if how == "taken out":
+                bare.get_input_embeddings()._forward_hooks.clear()
+                del bare.tuned
+            elif how == "written to":
                 bare.tuned.weight.copy_(other.tuned.weight)
             elif how == "swapped":  # it is written to as often
                 new_weight = torch.nn.Parameter(other.tuned.weight.clone())
@@ -142,6 +143,25 @@ def put_adapter(model: PreTrainedModel) -> torch.Tensor:
     tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
     put_in(model, tuned)
     return tuned.weight
+
+
+def test_no_step_walks_the_modules_of_a_model(model: PreTrainedModel) -> None:
+    """Not even with adapters: only a request that begins does, and a step after something was put into the model."""
+    own = copy.deepcopy(model)
+    put_adapter(own)
+    rows.enable(own, pool=pool(300), max_seq_len=200)
+    by_hand = ByHand(own)
+    by_hand.manager.add_request([7] * 40, max_new_tokens=30)
+    by_hand.step()
+    with patch.object(Weights, "_look", autospec=True, side_effect=Weights._look) as look:
+        for _ in range(9):
+            assert by_hand.step()
+        assert look.call_count == 0
+        own.another = torch.nn.Linear(1, 1)
+        for _ in range(9):
+            assert by_hand.step()
+        assert look.call_count == 2
+    by_hand.end()
 
 
 def test_nothing_begins_with_what_other_buffers_have_made(model: PreTrainedModel) -> None:

@@ -172,9 +172,10 @@ class Requests:
         return request.known
 
     def _begin_here(self, name: str, expected: int, token_ids: list[int] | None) -> int:
-        switches, options = self._weights.switches(), dict[str, Any]()
+        options: dict[str, Any] = {}
         if token_ids is not None and self.reuse:
             options = {"token_ids": token_ids, "adapter": self._weights.key(), "whole": False}
+        switches = self._weights.switches()  # behind the key, which looks for adapters that were removed
         makers = [partial(cache.sequence, expected_tokens=expected, **options) for cache in self.caches]
         if not (sequences := _all_or_none(makers)):
             return -1

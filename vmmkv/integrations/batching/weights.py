@@ -1,11 +1,13 @@
 """What K and V depend on beside tokens: the weights of a model, and the adapters that PEFT has put into it.
 
-torch tells `_Registrations` of each module, parameter and buffer that is registered, and counts writes to each tensor.
-So no step walks the module tree. A walk follows a registration, and precedes a request if there are adapters.
+torch tells `_note` of each module, parameter and buffer that is registered, and counts writes to each tensor. So no
+step walks the module tree. Walks follow a registration in the tree, and precede a request if there are adapters.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -13,21 +15,6 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-
-class _Registrations:
-    """Counts registrations of modules, parameters and buffers in this process."""
-
-    count = 0
-
-    def __call__(self, *_: object) -> None:
-        self.count += 1
-
-
-_registrations = _Registrations()
-torch_module.register_module_module_registration_hook(_registrations)
-torch_module.register_module_parameter_registration_hook(_registrations)
-torch_module.register_module_buffer_registration_hook(_registrations)
 
 
 class Weights:
@@ -40,17 +27,29 @@ class Weights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._changes, self._switches = model, 0, 0
+        self._ids: set[int] | None = None
+        self._walks = 0
+        with _lock:
+            _watching[:] = [each for each in _watching if each()] + [weakref.ref(self)]
         self._look()
         self._used = self._adapters()
 
+    def note(self, parent: torch.nn.Module) -> None:
+        """Note a registration in a module, if it is part of the tree: passes make lists of layers, which are not."""
+        if self._ids is None or id(parent) in self._ids:
+            with _lock:
+                self._walks = 2  # torch tells before it registers: the first walk may come too early
+
     def _look(self) -> None:
         """Walk the module tree."""
+        with _lock:
+            self._ids, self._walks = None, max(self._walks - 1, 0)  # a registration meanwhile causes other walks
         modules: list[torch.nn.Module] = []
         while not modules:
-            self._seen = _registrations.count  # first: a registration meanwhile causes another walk
             with suppress(RuntimeError):  # a dictionary of modules has changed its size meanwhile
                 self._tensors = [*self._model.parameters(), *self._model.buffers()]
                 modules = [*self._model.modules()]
+        self._ids = {*map(id, modules)}
         self.addresses = addresses(self._tensors)
         self.devices = {each.device for each in self._tensors}
         self._counting = [each for each in self._tensors if not each.is_inference()]
@@ -64,7 +63,7 @@ class Weights:
 
     def _refresh(self, *, anyway: bool = False) -> None:
         """Look again if modules were registered since, or anyway, and count a change if there are other weights."""
-        if anyway or self._seen != _registrations.count:
+        if anyway or self._walks:
             ids, places = [*map(id, self._tensors)], self.addresses
             self._look()
             self._changes += ids != [*map(id, self._tensors)] or places != self.addresses
@@ -90,6 +89,23 @@ class Weights:
         """A text that differs wherever K and V of the same tokens may differ. Writes through `.data` do not count."""
         self._refresh(anyway=bool(self._tuned))  # PEFT swaps what is in a tensor, and removes modules
         return repr((self._changes, sum(each._version for each in self._counting), self._adapters()))
+
+
+_watching: list[weakref.ref[Weights]] = []
+"""The weights that are told of registrations."""
+_lock = threading.RLock()
+"""Guards that list, and how many walks are to come."""
+
+
+def _note(parent: torch.nn.Module, *_: object) -> None:
+    for each in [*_watching]:
+        if (weights := each()) is not None:
+            weights.note(parent)
+
+
+torch_module.register_module_module_registration_hook(_note)
+torch_module.register_module_parameter_registration_hook(_note)
+torch_module.register_module_buffer_registration_hook(_note)
 
 
 def addresses(weights: Iterable[torch.Tensor]) -> list[int]:
