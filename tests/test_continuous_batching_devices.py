@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.row_groups import Probe
+from vmmkv.integrations.batching.groups import Probe
+from vmmkv.integrations.batching.weights import Weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -81,7 +82,7 @@ def model(
 
     monkeypatch.setattr(Probe, "attend", attend_there)
     model.model.norm.register_forward_hook(lambda _module, _given, output: output.as_subclass(FromTheLastLayer))
-    monkeypatch.setattr("vmmkv.integrations.batching.runner.devices", lambda _: set(places))
+    monkeypatch.setattr(Weights, "devices", property(lambda _: set(places), lambda *_: None), raising=False)
     yield dispatch_model(model, {"": "cpu"}, force_hooks=True)
     rows.disable(model)
 

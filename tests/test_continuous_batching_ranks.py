@@ -27,7 +27,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.row_ranks import Ranks
+from vmmkv.integrations.batching.requests import Ranks
 
 HANG = 240.0
 """Seconds after which a process that is not done says where it is, and ends."""

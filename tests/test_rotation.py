@@ -17,8 +17,8 @@ from tiny_models import tiny_model
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations import packed_attention
-from vmmkv.integrations.rotation import Unrotated, deferring, rotates_halves, rotation_of
+from vmmkv.integrations.batching import packed
+from vmmkv.integrations.batching.rotation import Unrotated, deferring, rotates_halves, rotation_of
 from vmmkv.integrations.with_names import with_names
 
 HALVES = ["llama", "gemma3", "olmo2", "phi3", "qwen3_next", "glm4_moe"]
@@ -137,7 +137,7 @@ def test_kernels_rotate_where_models_would() -> None:
         others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
         options = config(max_batch_tokens=5)
         options["generation_config"].max_new_tokens = 3
-        with patch.object(packed_attention, "append", wraps=packed_attention.append) as append:
+        with patch.object(packed, "append", wraps=packed.append) as append:
             (result,) = model.generate_batch([tokens[0].tolist()], **options).values()
         assert {call.kwargs["rotary"] is not None for call in append.call_args_list} == {True}
         with torch.no_grad():

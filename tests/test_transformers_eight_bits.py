@@ -21,9 +21,10 @@ from tiny_models import DECODER, MIXED, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, Gemma3TextConfig, LlamaConfig
 
 import vmmkv
-from vmmkv.integrations import attention, packed_attention, row_writes, scaled_states
+from vmmkv.integrations import attention, row_writes, scaled_states
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.packed_attention import Kept, Packed
+from vmmkv.integrations.batching import packed
+from vmmkv.integrations.batching.packed import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
 from vmmkv.integrations.scaled_states import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
@@ -241,9 +242,9 @@ def test_kernels_of_continuous_batching(kv_dtype: str, prompts: bool, device: st
     for patched in (False, True):
         (k, k_scales), (v, v_scales) = (quantize(states, KV_DTYPES[kv_dtype]) for states in made)
         kept = Kept(k, v, k_scales, v_scales)
-        with patch.object(packed_attention, "kernels_take", return_value=False) if patched else nullcontext():
-            packed_attention.write(query, *new, kept, batch, None)
-            found.append((kept, packed_attention.attend(query, kept, batch, scale=0.3).float()))
+        with patch.object(packed, "kernels_take", return_value=False) if patched else nullcontext():
+            packed.write(query, *new, kept, batch, None)
+            found.append((kept, packed.attend(query, kept, batch, scale=0.3).float()))
     (kept, output), (others, expected) = found
     assert all(torch.equal(of.float(), other.float()) for of, other in zip(kept, others))
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)

@@ -12,8 +12,9 @@ import torch
 from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import vmmkv
-from vmmkv.integrations import continuous_batching, packed_attention, row_attention
-from vmmkv.integrations.rotation import Rotation
+from vmmkv.integrations import continuous_batching
+from vmmkv.integrations.batching import packed
+from vmmkv.integrations.batching.rotation import Rotation
 
 from . import reference_kernels
 from .check import Outcome
@@ -62,12 +63,12 @@ def without_kernels() -> Iterator[Mock]:
     """In plain PyTorch, also what rotates: that is counted by the mock that this gives."""
 
     def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
-        return packed_attention.in_vectors(rotation)
+        return packed.in_vectors(rotation)
 
     with (
-        patch.object(packed_attention, "kernels_take", return_value=False),
-        patch.object(row_attention, "can_rotate", can_rotate),
-        patch.object(packed_attention, "append", wraps=reference_kernels.append) as append,
+        patch.object(packed, "kernels_take", return_value=False),
+        patch.object(packed, "can_rotate", can_rotate),
+        patch.object(packed, "append", wraps=reference_kernels.append) as append,
     ):
         yield append
 

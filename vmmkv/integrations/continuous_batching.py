@@ -1,8 +1,8 @@
-"""Rows under transformers' continuous batching: `enable(model)`, then `generate_batch`, `init_continuous_batching` and
-`transformers serve` as always.
+"""transformers' continuous batching on rows: call `enable(model)`, then `generate_batch`, `init_continuous_batching` or
+`transformers serve` as usual.
 
-Scheduler, streaming, logits processors and the server are transformers'; a request is a sequence here. What is known of
-their insides is in `batching`.
+Scheduler, streaming, logits processors and server stay transformers'; each request is a sequence. `batching` has the
+code that knows their insides.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from ..pool import FramePool
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
+from .batching.groups import Options, not_for_rows
 from .batching.model import put_on_rows, take_off_rows
 from .pools import check_memory
 from .request_checks import check_positions
-from .row_caches import Options
-from .row_groups import not_for_rows
 
 
 def enable(
@@ -35,13 +34,13 @@ def enable(
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
 ) -> None:
-    """Makes a model's continuous batching keep K and V in rows, from the next manager on.
+    """Have a model's continuous batching keep K and V in rows, from the next manager on.
 
     Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` is allocated only when
     sequences move there, and `allow_block_sharing` shares pages. `page_size` times `num_blocks` is a budget in tokens,
-    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. `safety_margin` is 0.05, if the
-    scheduler is "fifo" and nobody says otherwise. Compiled passes are refused that capture graphs of their own, must be
-    one graph (`fullgraph=True`), or run on several devices.
+    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. `safety_margin` is 0.05 by default
+    with the "fifo" scheduler. Compiled passes are refused that capture graphs of their own, must be one graph
+    (`fullgraph=True`), or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window.
@@ -50,8 +49,8 @@ def enable(
         pool: physical memory shared with other models, instead of `max_bytes`.
         max_seq_len: tokens of the longest request, new ones included. It takes addresses only. None is the model's
             `max_position_embeddings`.
-        idle_seconds: after that long without a request memory goes back to the system, and cached prefixes are dropped;
-            infinity: never.
+        idle_seconds: after so many seconds without a request memory goes back to the system, and cached prefixes are
+            dropped; infinity: never.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale for each token and
             head (`KVLayout(scales="token_head")`), and all tokens, those of prompts included, attend to the quantized
             ones. None: the model's dtype.
@@ -79,15 +78,15 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Makes a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to a
-    model that was not enabled, but for a copy that was made while a manager ran the model: it attends as it would if
-    nobody had chosen how."""
+    """Have a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to one
+    that was not enabled, except a copy that was made while a manager ran the model: it gets transformers' default
+    attention."""
     take_off_rows(model)
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Raises `UnsupportedError` where a model calls attention, or is shared out, as rows cannot serve;
-    `ArgumentError` where it is none."""
+    """Raise `UnsupportedError` if rows cannot serve a model's attention or distribution, `ArgumentError` if it is no
+    `PreTrainedModel`."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(
             f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"

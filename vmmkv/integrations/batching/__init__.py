@@ -1,17 +1,18 @@
-"""All that knows the insides of transformers' continuous batching: a module for each thing of theirs that is replaced.
+"""transformers' continuous batching on rows, and all that knows its insides.
 
-    manager     chooses attention, and makes a processor        RowManager
-    processor   makes what offloads, and what runs the model    RowProcessor
-    runner      pads batches, and makes graphs of them          RowRunner
-    inputs      hold what a forward pass reads                  RowBatch, RowBatchesAhead
-    scheduler   chooses requests                                RowScheduler
-    cache       admits, writes, forks, finds prefixes           RowCache
-    offloading  moves tokens to the host                        RowOffloading
+What is replaced is a subclass of transformers' class, put in the place of its name in the globals of one function:
 
-Each is a subclass that is put in the place of the name in their functions' globals, for these functions alone (`model`
-puts the first). Beside them are what a model calls for `attention`, what a `config` means, the processes of a group
-(`ranks`), and requests of one batch that are sampled each in its own way (`sampling`). A table of blocks has one column
-here, the row of each request: so one captured graph serves every length.
+    manager     ContinuousBatchingManager       starts and stops, takes requests, chooses attention
+    processor   ContinuousBatchProcessor        makes one forward pass after another
+    scheduler   FIFOScheduler, PrefillFirst...  chooses requests; managers on one pool take turns
+    batches     ContinuousBatching[Async]IOs    hold what a pass reads; ModelRunner pads batches and captures graphs
+    cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager moves to the host
+
+`model` puts the first in place. Beside these, `attention` is what models call, `rotation` and `whole_layers` replace
+the `forward` of layers, `groups` finds what layers keep, `requests` are sequences on rows, in all processes and on all
+devices, `packed` writes and attends, `weights` tell prefixes apart, `config` and `sampling` translate settings.
+
+transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import transformers
 from ...errors import UnsupportedError
 
 TESTED = ("5.23", "5.24")
-"""Versions of transformers whose continuous batching is known here."""
+"""Versions of transformers that this package is tested with."""
 
 
 def check_version() -> None:
-    """Raises `UnsupportedError` where continuous batching is not what is known here."""
+    """Raise `UnsupportedError` for other versions of transformers."""
     if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         raise UnsupportedError(
             f"transformers {transformers.__version__} is not among the versions whose continuous batching is known "

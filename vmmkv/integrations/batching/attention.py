@@ -1,89 +1,84 @@
-"""What transformers calls for attention while a model runs on rows, and the layers that call it."""
+"""The attention that transformers calls while a model runs on rows, and the loan of a model's attention to managers."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.generation.continuous_batching import cache as their_cache
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedAttentionError
 from ..attention import NOT_ABOUT_ATTENTION
-from ..borrowed_attention import BorrowedAttention
-from ..left_to_attention import CACHE
-from ..row_groups import Group, Probe, layer_groups, not_for_rows
-from ..whole_layers import Inside, attend_inside, make_layers_whole, split_layers
 from .cache import RowCache
+from .groups import Probe
+from .whole_layers import CACHE, Inside, attend_inside, make_layers_whole, split_layers
 
 NAME = "vmmkv_rows"
-"""What attention is called while a model runs on rows."""
-
-ATTENTION = BorrowedAttention(NAME, clear=split_layers)
-"""Of models that managers run on rows."""
-
-OF_BATCH = "block_table"
-"""What layers are told with every batch, and hand on to attention."""
+"""The `attn_implementation` of models that run on rows."""
 ALONE = (
     "stop every manager that runs the model, or one of the same config. Then, and of a copy that was made under a "
     "manager, vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
 )
-"""What helps who runs a model that managers run."""
+"""What helps where a manager runs the model."""
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
 FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
     "input_ids", "attention_mask", "position_ids", "cache", "use_cache",
 }  # fmt: skip
-"""Of what layers are told, that which is for attention alone."""
+"""Keywords of layers that are for attention alone."""
 
 
 def attend_rows(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     vmmkv_cache: Any = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **told: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls for attention while a model runs on rows.
-
-    Raises:
-        UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
-    """
+) -> tuple[Tensor, None]:
+    """Attention of a layer on rows. Raises `UnsupportedAttentionError` for a call without a batch of continuous
+    batching, and for keywords that are not known here."""
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     cache = vmmkv_cache
-    if isinstance(cache, Probe) and not _is_causal(module):
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
-            "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
-        )
-    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
+    if isinstance(cache, Probe):
+        _check_causal(module)
+    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and "block_table" in told)
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if is_in_batch else "called it without a batch of requests"
         raise UnsupportedAttentionError(
             f"{type(module).__name__} {what}, and attention on rows knows none of that; {ALONE}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(cache, Inside):  # its layer was entered, and is not asked for its number: all are one program
-        return attend_inside(query, key, value, told.get("sliding_window"), scale, softcap or 0.0, s_aux), None
+    if isinstance(cache, Inside):  # its layer was entered, and its number is not asked: all layers are one program
+        return attend_inside(query, key, value, s_aux, scale, softcap or 0.0, told.get("sliding_window")), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
-def _is_causal(module: Any) -> bool:
-    """Whether tokens see none behind them, as far as a layer and its config say."""
-    return all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None)))
+def _check_causal(module: Any) -> None:
+    """Raise `UnsupportedAttentionError` if tokens see those behind them, as far as a layer and its config say."""
+    if not all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None))):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
+            "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
+        )
 
 
-def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """`attend_rows`, which the compiler goes around in layers that were not entered."""
     attend = attend_rows if isinstance(kwargs.get(CACHE), Inside) else _attend_apart
     return attend(*args, **kwargs)
@@ -93,30 +88,88 @@ _attend_apart = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-c
 AttentionInterface.register(NAME, attend_rows_or_go_around)
 
 
-# ---------------------------------------------------------------------- layers
-
-
-def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Group]:
-    """The layer groups of a model.
-
-    Raises:
-        UnsupportedError: some of its layers do not keep K and V of their own.
-    """
-    config = model.config.get_text_config()
-    try:
-        kinds = their_cache.group_layers_by_attn_type(config)
-    except ValueError as error:
-        raise not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
-    windows = {SLIDING_ATTENTION: config.sliding_window} if SLIDING_ATTENTION in kinds else {}
-    return layer_groups(model, kinds, windows, run_tokens, kv_dtype)
-
-
-def run_tokens(model: PreTrainedModel, tokens: torch.Tensor, probe: Probe) -> None:
-    """Runs a model on tokens, as continuous batching calls it."""
-    told = {OF_BATCH: None, CACHE: probe}
-    model(input_ids=tokens, position_ids=tokens, cache=probe, use_cache=False, **told)
-
-
 def compile_layers_whole(model: Any) -> None:
-    """Has compiled layers of a model be one program each, as long as somebody runs it on rows."""
+    """Have each compiled layer of a model be one program until the model is given back."""
     make_layers_whole(model, GradientCheckpointingLayer, RowCache, FOR_ATTENTION)
+
+
+# ---------------------------------------------------------------------- loans
+
+
+@dataclass
+class Loan:
+    """The attention of a config, which names it: all models of the config attend alike."""
+
+    config: Any
+    before: str | None = None
+    """The attention that they had, if that is known."""
+    users: WeakSet[object] = field(default_factory=WeakSet)
+    """The managers that run one of them."""
+
+
+_lock = threading.RLock()
+"""Guards the loans: threads may begin and end with one model."""
+_loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
+"""By model; models of one config share a loan."""
+_borrows: Counter[int] = Counter()
+"""By the id of a config: how often its models were borrowed."""
+
+
+def borrow(model: Any, user: object) -> None:
+    """Have a model attend to rows until all users give it back."""
+    with _lock:
+        _borrows[id(model.config)] += 1  # first of all: `left_alone` must not miss what follows
+        before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        loan = _loans[model] = _loan_of(model.config) or Loan(model.config)
+        if before != NAME:
+            loan.before = before
+        loan.users.add(user)
+
+
+@contextmanager
+def left_alone(model: Any, refused: Exception) -> Iterator[None]:
+    """Raise `refused` if a model, or one of its config, is borrowed now, or before the end: masks that were made for
+    one attention would meet the other."""
+    config = model.config
+    with _lock:
+        if _loan_of(config) is not None:
+            raise refused
+        before = _borrows[id(config)]
+    try:
+        yield
+    except Exception as error:
+        if _borrows[id(config)] == before:
+            raise
+        raise refused from error
+    if _borrows[id(config)] != before:
+        raise refused
+
+
+def give_back(model: Any, user: object) -> None:
+    """Have a model attend as before, unless it has other users. Does nothing if this user does not have it."""
+    with _lock:
+        if loan := _loans.get(model):
+            loan.users.discard(user)
+            _end_unused(loan)
+
+
+def restore(model: Any) -> None:
+    """Have a model without users attend as before; a copy that was made under a manager as transformers chooses."""
+    with _lock:
+        loan = _loan_of(model.config)
+        if loan is None and model.config._attn_implementation == NAME:
+            loan = _loans[model] = Loan(model.config)
+        if loan is not None:
+            _end_unused(loan)
+
+
+def _loan_of(config: Any) -> Loan | None:
+    return next((loan for loan in _loans.values() if loan.config is config), None)
+
+
+def _end_unused(loan: Loan) -> None:
+    for model in [] if loan.users else [model for model, its in _loans.items() if its is loan]:
+        del _loans[model]
+        model.set_attn_implementation(loan.before or model.get_correct_attn_implementation(None))
+        split_layers(model)

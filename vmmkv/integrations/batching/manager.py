@@ -1,4 +1,4 @@
-"""Takes requests, and runs them on rows."""
+"""Takes requests, and runs them on rows: transformers' `ContinuousBatchingManager`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, dra
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
-from ..model_weights import adapters, addresses, counting_writes, has_adapters, tensors, writes
 from ..request_checks import (
     check_generation,
     check_length,
@@ -26,21 +25,22 @@ from ..request_checks import (
     vocabulary_of,
     within_vocabulary,
 )
-from ..row_caches import Options
-from ..row_groups import can_be_captured, check_pool, devices_of
 from ..with_names import with_names
-from .attention import ATTENTION, compile_layers_whole, groups_of, run_tokens
+from .attention import borrow, compile_layers_whole, give_back
+from .batches import forget_graphs
 from .cache import RowCache
 from .config import check_processors, compiles, with_defaults
+from .groups import Options, can_be_captured, check_pool, devices_of, groups_of
 from .processor import RowProcessor
-from .ranks import ranks_of
+from .requests import Ranks
 from .scheduler import SCHEDULERS, Cancelled
+from .weights import Weights
 
 logger = logging.get_logger(__name__)
 
 
 class RowManager(their_api.ContinuousBatchingManager):
-    """See above."""
+    """Takes requests, and runs them on rows. Methods of transformers' refuse here what would end all requests."""
 
     options: Options
 
@@ -53,91 +53,77 @@ class RowManager(their_api.ContinuousBatchingManager):
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
         check_generation(generation_config)
-        # A copy: what the caller changes in its own is not what logits processors were made for.
+        # A copy: logits processors are made for it, and the caller may change its own.
         generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
-        self._weights = 0
-        self._makes_batches: RowProcessor | None = None
+        self._processor: RowProcessor | None = None
         self._starting = threading.Lock()
         self.asked = copy.deepcopy(continuous_batching_config)
-        """What it was made for, by a caller who may keep it for others."""
+        """The config that it was made for; a caller may keep the manager for others."""
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)
             check_processors(self.logit_processor.logits_processor)
-            self._allow_decode(config)
+            self._is_compiled = compiles(config, self.model.config)
+            if self._is_compiled and len(devices_of(self.groups)) > 1:
+                raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
+            self._weights = Weights(model)
+            resolved = self.continuous_batching_config
+            resolved.decode_compile_config = config.decode_compile_config  # transformers drops it with its own kernels
+            resolved.max_blocks_per_request = 1  # a row
             self._compile_layers()
             is_told = continuous_batching_config.use_cuda_graph is not None
-            self.continuous_batching_config.use_cuda_graph = self._may_capture(model, is_told)
+            resolved.use_cuda_graph = self._may_capture(model, is_told)
         except BaseException:
             model.train(was_training)
-            ATTENTION.give_back(model, self)
+            give_back(model, self)
             raise
         if model.device.type == "cuda" and not self.groups[0].has_kernels:
             logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        model.eval()  # one that is kept may find that it has been trained since
-        ATTENTION.borrow(model, self)
+        model.eval()  # the model of a kept manager may have been trained since
+        borrow(model, self)
         self.groups = groups_of(model, self.options.kv_dtype)
         check_pool(self.options.pool, self.groups)
-
-    def _allow_decode(self, config: Any) -> None:
-        """Has decode a path of its own, compiled where `config` says so. transformers has one for its own kernels.
-
-        Raises:
-            UnsupportedError: forward passes are to be compiled over several devices, or as they cannot be on rows.
-        """
-        self._is_compiled = compiles(config, self.model.config)
-        if self._is_compiled and len(devices_of(self.groups)) > 1:
-            raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
-        self.continuous_batching_config.decode_compile_config = config.decode_compile_config
-        self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
     def _compile_layers(self) -> None:
         if self._is_compiled:
             compile_layers_whole(self.model)
 
     def _may_capture(self, model: Any, is_told: bool) -> tuple[bool, bool]:
-        """Whether forward passes with prompts, and those of decode, can be CUDA graphs; tried out, where nobody has
-        told."""
+        """Whether passes with prompts, and those of decode, can be CUDA graphs: tried out unless a config says so."""
         if not self.groups[0].has_kernels or len(devices_of(self.groups)) > 1:
             return False, False
         if is_told:
             return self.continuous_batching_config.cuda_graph_booleans
-        decode, least = can_be_captured(model, run_tokens, 1), self.continuous_batching_config.q_padding_interval_size
-        return decode and can_be_captured(model, run_tokens, least), decode
+        decode, least = can_be_captured(model, 1), self.continuous_batching_config.q_padding_interval_size
+        return decode and can_be_captured(model, least), decode
 
     # ------------------------------------------------------------------ from start to end
 
     def start(self) -> None:
-        """Starts taking requests: see `ContinuousBatchingManager.start`.
-
-        Raises:
-            BusyError: it runs, for another caller perhaps, who would take results of this one's and stop it.
-        """
+        """Start taking requests. Raises `BusyError` while it runs, perhaps for another caller: each would take results
+        of the other, and stop it."""
         with self._starting:
             self._check_idle("start")
-            self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+            self.switch_to_cb_friendly_attn(self.model)  # `stop` has given it back
             self._compile_layers()
-            self._weights += 1
-            ranks = ranks_of(self.distributed_helper)
-            self._take_weights()
-            if self.batch_processor is not None and not ranks.least(self._made_for == self._found()):
-                self.batch_processor = None  # graphs read weights where they were, and K and V may be kept otherwise
+            self._weights.change()
+            is_same = self.batch_processor is None or self._made_for == self._found()
+            if not Ranks(self.distributed_helper).least(is_same):
+                self.batch_processor = None  # graphs read weights where they were, or layers keep something else
             super().start()
 
     def _found(self) -> tuple[Any, ...]:
-        """What rows and graphs are made for: what layers keep of a token, and where weights were found."""
-        return self.groups, self._addresses
+        """What rows and graphs are made for: what layers keep of a token, and where weights are."""
+        return self.groups, self._weights.addresses
 
     def forget_results(self) -> None:
-        """Forgets what earlier requests have made and nobody has taken, unless it runs: `generate_batch` would take it
-        for its own."""
+        """Drop results that were not taken, unless it runs: `generate_batch` would take them for its own."""
         if not self.is_running():
             drain_queue(self.output_router.output_queue)
 
     def _check_idle(self, what: str) -> None:
-        """Raises `BusyError` while it runs."""
         if self.is_running():
             raise BusyError(
                 f"asked to {what} a manager that runs; a persistent one is the same for all callers. Wait until it has "
@@ -145,104 +131,74 @@ class RowManager(their_api.ContinuousBatchingManager):
             )
 
     def warmup(self) -> None:
-        """Runs made-up batches: see `ContinuousBatchingManager.warmup`.
-
-        Raises:
-            BusyError: it runs, and these would take the place of its requests.
-        """
+        """Run made-up batches. Raises `BusyError` while it runs: they would take the place of its requests."""
         self._check_idle("warm up")
         try:
-            with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
+            with torch.inference_mode(False):  # a thread that is not in this mode writes to these tensors later
                 super().warmup()
         except BaseException:
             self._end()
             raise
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stops: see `ContinuousBatchingManager.stop`."""
         super().stop(*args, **kwargs)
         if not self.is_running():
             self._end()
 
     def destroy(self) -> None:
-        """Ends it: see `ContinuousBatchingManager.destroy`."""
         super().destroy()
         if not self.is_running():
             self._end()
 
     def _end(self) -> None:
-        """Leaves the model to others, and the memory of its rows, if nobody has kept them for later."""
-        self._makes_batches = None
-        ATTENTION.give_back(self.model, self)
+        """Give the model back, and drop the processor, with its rows unless the manager is kept for later."""
+        self._processor = None
+        give_back(self.model, self)
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._run_generation_loop(*args, **kwargs)
         finally:
-            self._end()  # nobody may have waited for it
+            self._end()  # `stop` may not have waited
 
     def _generation_step(self) -> None:
-        """Runs a batch, also where `stop` does not wait for the last one: it forgets at once who makes them."""
-        cast(RowProcessor, self._makes_batches)._generation_step(self.model)
+        """Run a batch. A `stop` that does not wait drops `batch_processor` at once."""
+        cast(RowProcessor, self._processor)._generation_step(self.model)
 
     def _create_batch_processor(self) -> Any:
-        self._take_weights()
+        self._weights.change()
         self._made_for = self._found()
-        made = functools.partial(
-            RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
-        )
         create = with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
-            PagedAttentionCache=made,
+            PagedAttentionCache=functools.partial(RowCache, self.options, self.groups, self._weights),
             ContinuousBatchProcessor=RowProcessor,
             FIFOScheduler=SCHEDULERS["fifo"],
             SCHEDULER_MAPPING=SCHEDULERS,
         )
-        with torch.inference_mode(False):  # what is made here, a thread that is not in this mode may write to later
-            self._makes_batches = create(self)
-        return self._makes_batches
+        with torch.inference_mode(False):  # a thread that is not in this mode may write to these tensors later
+            self._processor = create(self)
+        return self._processor
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Has the model for the caller, who may change its weights: see `ContinuousBatchingManager.pause`. The forward
-        pass that runs is waited for, and so is what the caller launches. Later requests begin with nothing that was
-        computed before, and graphs are made anew if weights have moved."""
+        """Have the model for the caller, which may change its weights, behind all passes so far and before later ones.
+        Later requests begin with no prefix from before, and graphs are captured anew if weights have moved."""
         with super().pause():
-            self._weights += 1
-            processor = self._makes_batches
+            processor = self._processor
             self._wait_for_devices()
             try:
                 yield
             finally:
                 self._wait_for_devices()
-                self._take_weights()
+                self._weights.change()
                 if processor is not None and self._made_for != (found := self._found()):
                     self._made_for = found
-                    processor.inputs_and_outputs.forget_graphs()
+                    forget_graphs(processor.inputs_and_outputs)
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-
-    def weights(self) -> str:
-        """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
-        the model. As text, which is the adapter of sequences."""
-        if has_adapters(self.model):
-            self._look_for_others()
-        return repr((self._weights, writes(self._counting), adapters(self.model)))
-
-    def _take_weights(self) -> None:
-        self._tensors = tensors(self.model)
-        self._addresses, self._counting = addresses(self._tensors), counting_writes(self._tensors)
-
-    def _look_for_others(self) -> None:
-        """Looks whether the model has other weights: PEFT puts some in, takes some out, and swaps what is in them,
-        under a manager that runs; one adapter may have the name of another that is gone."""
-        found = tensors(self.model)
-        if [*map(id, found)] != [*map(id, self._tensors)] or addresses(found) != self._addresses:
-            self._take_weights()
-            self._weights += 1
 
     # ------------------------------------------------------------------ requests
 
@@ -256,36 +212,32 @@ class RowManager(their_api.ContinuousBatchingManager):
         eos_token_id: Any = None,
         **kwargs: Any,
     ) -> str | None:
-        """Adds a request: see `ContinuousBatchingManager.add_request`.
+        """Add a request.
 
         Raises:
             SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
-                all requests.
+            ArgumentError: it has no tokens, or unknown ones; or a name or a number that would end all requests.
             StoppedError: the manager was stopped, or has ended with an error.
         """
         ids = token_ids(input_ids, vocabulary_of(self.model))
         new = self._new_tokens(ids, max_new_tokens)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
-        check_sampling(
-            vocabulary_of(self.model), **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
-        )
+        sampling = {name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
+        check_sampling(vocabulary_of(self.model), **sampling)
         ends = end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
         name: str | None = super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
         if name is None and self.is_tp_driver:
             reason = self.background_thread_status.can_accept_new_requests()
-            raise StoppedError(f"got a request that nobody would answer: {reason} start() lets it take requests again")
+            raise StoppedError(
+                f"got a request that would not be answered: {reason} start() lets it take requests again"
+            )
         return name
 
     def add_requests(
         self, inputs: list[list[int]], max_new_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """Adds requests, all or none: see `ContinuousBatchingManager.add_requests`.
-
-        Raises:
-            SequenceTooLongError, ArgumentError, StoppedError: as `add_request` does.
-        """
+        """Add requests, all or none. Errors are those of `add_request`."""
         ids: list[list[int]] = [token_ids(each, vocabulary_of(self.model)) for each in inputs]
         for each in ids:
             self._new_tokens(each, max_new_tokens)
@@ -298,6 +250,5 @@ class RowManager(their_api.ContinuousBatchingManager):
         return check_length(self.options.max_seq_len, len(ids), wanted)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is
-        another."""
+        """Cancel a request, but none of this name that is added later."""
         super().cancel_request(Cancelled(request_id))

@@ -1,4 +1,4 @@
-"""Puts a model on rows: its next manager is one of ours."""
+"""Puts a model on rows: its next manager is one of ours, and what transformers would ignore is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -24,102 +24,102 @@ from ..request_checks import (
     vocabulary_of,
     within_vocabulary,
 )
-from ..rotation import defer_rotation, restore_rotation
-from ..row_caches import Options
-from ..whole_layers import Inside
 from ..with_names import with_names
-from .attention import ALONE, ATTENTION
+from .attention import ALONE, left_alone, restore
 from .cache import RowCache
+from .groups import Options
 from .manager import RowManager
+from .rotation import defer_rotation, restore_rotation
+from .whole_layers import Inside
 
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
-"""What transformers heeds."""
+"""Arguments that transformers' `generate_batch` heeds."""
 NOT_HANDED_ON = ("logits_processor", "custom_generate")
-"""What `generate` leaves out without a word where it runs continuous batching. Of others it says so itself."""
+"""Arguments that `generate` drops silently where it runs continuous batching."""
 
 
 class OfGenerate(str):
-    """The `cache_implementation` with which `generate` calls `generate_batch`: it makes one tensor of all answers."""
+    """The `cache_implementation` with which `generate` calls `generate_batch`, to make one tensor of all answers."""
 
 
 def put_on_rows(model: PreTrainedModel, options: Options) -> None:
-    """Has the next manager of a model keep K and V in rows."""
+    """Have the next manager of a model keep K and V in rows."""
     manager = type("RowManager", (RowManager,), {"options": options})
-    begin = with_names(
-        inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
-    )
+    begin = inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching)
+    begin = torch.no_grad()(with_names(begin, ContinuousBatchingManager=manager))
     _drop_kept(model)
-    vars(model)["init_continuous_batching"] = MethodType(_as_kept(torch.no_grad()(begin)), model)
-    vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
-    if hasattr(model, "generate") and _is_of_class(model, "generate"):
-        vars(model)["generate"] = MethodType(_generate, model)
+    own, kind = vars(model), cast(Any, type(model))
+    own["init_continuous_batching"] = MethodType(_as_kept(begin), model)
+    own["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
+    generate = own.get("generate", _generate)  # one that was pickled has its class's method as its own
+    if hasattr(model, "generate") and getattr(generate, "__func__", generate) in (_generate, kind.generate):
+        own["generate"] = MethodType(_generate, model)
     defer_rotation(model, RowCache | Inside)
 
 
 def take_off_rows(model: PreTrainedModel) -> None:
-    """Has the next manager of a model keep K and V in blocks again."""
-    if isinstance(vars(model).get(KEPT), RowManager):
+    """Have the next manager of a model keep K and V in blocks again."""
+    own = vars(model)
+    if isinstance(own.get(KEPT), RowManager):
         _drop_kept(model)
     for name in ("init_continuous_batching", "generate_batch"):
-        vars(model).pop(name, None)
-    if getattr(vars(model).get("generate"), "__func__", None) is _generate:
-        del vars(model)["generate"]
+        own.pop(name, None)
+    if getattr(own.get("generate"), "__func__", None) is _generate:
+        del own["generate"]
     restore_rotation(model)
-    ATTENTION.restore(model)
+    restore(model)
 
 
-def _is_of_class(model: PreTrainedModel, name: str) -> bool:
-    """Whether nobody has given the model a method of its own. One that was pickled has its class's as if it were."""
-    own = vars(model).get(name)
-    return own is None or getattr(own, "__func__", None) is getattr(type(model), name)
+def _drop_kept(model: PreTrainedModel) -> None:
+    """Have a model forget its persistent manager, which would be the next as well."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and not kept.is_running():
+        kept.destroy()
+
+
+def _check_kept(model: Any, generation_config: GenerationConfig | None, batching_config: Any = None) -> None:
+    """Raise `ArgumentError` if a model has a persistent manager that was made for other configs: transformers would
+    return it. Drop results of its earlier requests that were not taken."""
+    kept = vars(model).get(KEPT)
+    if isinstance(kept, RowManager):
+        if generation_config is not None:
+            check_same(within_vocabulary(generation_config, vocabulary_of(model)), kept.generation_config)
+        if batching_config is not None:
+            check_same_batching(batching_config, kept.asked)
 
 
 def _as_kept(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """`init_continuous_batching` that refuses what a manager that was kept was not made for: transformers returns it,
-    whatever it is told."""
+    """`init_continuous_batching` that refuses configs for which a persistent manager was not made."""
 
     @functools.wraps(begin)
     def init_continuous_batching(
         model: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        kept = vars(model).get(KEPT)
-        if isinstance(kept, RowManager):
-            if generation_config is not None:
-                check_same(within_vocabulary(generation_config, vocabulary_of(model)), kept.generation_config)
-            if continuous_batching_config is not None:
-                check_same_batching(continuous_batching_config, kept.asked)
+        _check_kept(model, generation_config, continuous_batching_config)
         return begin(model, generation_config, continuous_batching_config, *args, **kwargs)
 
     return init_continuous_batching
 
 
 def _checked(max_seq_len: int) -> Callable[..., Any]:
-    """`generate_batch` that raises what `add_request` would: transformers' logs it, and gives no results of anybody."""
+    """`generate_batch` that raises the errors of `add_request`: transformers' logs them, and returns no results."""
 
     @functools.wraps(their_api.ContinuousMixin.generate_batch)
     def generate_batch(
-        model: Any,
-        inputs: Any,
-        generation_config: Any = None,
-        *args: Any,
-        max_new_tokens: int | None = None,
-        **kwargs: Any,
+        model: Any, inputs: Any, generation_config: Any = None, *args: Any, max_new_tokens: Any = None, **kwargs: Any
     ) -> Any:
         config = generation_config or model.generation_config
         check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
-        kept = vars(model).get(KEPT)
-        if isinstance(kept, RowManager):  # also where nobody gives a config
-            check_same(within_vocabulary(config, vocabulary_of(model)), kept.generation_config)
+        _check_kept(model, config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), new)
-        if isinstance(kept, RowManager):
+        if isinstance(kept := vars(model).get(KEPT), RowManager):
             kept.forget_results()
-        results = type(model).generate_batch(
-            model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
-        )
+        told = {"max_new_tokens": max_new_tokens, **kwargs}
+        results = type(model).generate_batch(model, ids, generation_config, *args, **told)
         if isinstance(kwargs.get("cache_implementation"), OfGenerate):
             _pad(results, config)
         return results
@@ -128,11 +128,7 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
 
 
 def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
-    """Has answers be as long as each other, as `generate` does.
-
-    Raises:
-        VmmkvError: one is none, which a tensor cannot tell.
-    """
+    """Pad answers as `generate` does. Raises `VmmkvError` if a request failed: a tensor has no place for that."""
     for name, result in results.items():
         if result.error is not None:
             raise VmmkvError(f"{name} of the prompts of generate ended with an error: {result.error}")
@@ -144,12 +140,12 @@ def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
 
 @functools.wraps(GenerationMixin.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` that refuses what would be left out, as long as the model is on rows: who has wrapped it may call it
-    later. And what a manager runs meanwhile, in another thread perhaps."""
+    """`generate` that refuses to drop arguments while the model is on rows, and to run beside a manager. Code that has
+    wrapped it may call it later, too."""
     if kwargs.get("cache_implementation") == "paged" and "generate_batch" in vars(model):
         given = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments
         for name in NOT_HANDED_ON:
-            if given.get(name) and not isinstance(given[name], str):  # a recipe of that name is run instead
+            if given.get(name) and not isinstance(given[name], str):  # the name of a recipe, which is run instead
                 raise UnsupportedError(
                     f"asked for {name}, which generate does not hand on to continuous batching; leave it out, or "
                     'cache_implementation="paged"'
@@ -161,12 +157,5 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs["cache_implementation"] = OfGenerate("paged")
         return type(model).generate(model, *args, **kwargs)
     refused = UnsupportedAttentionError(f"asked {type(model).__name__} to generate while a manager runs it; {ALONE}")
-    with ATTENTION.left_alone(model, refused):
+    with left_alone(model, refused):
         return type(model).generate(model, *args, **kwargs)
-
-
-def _drop_kept(model: PreTrainedModel) -> None:
-    """Has a model forget its persistent manager, which would be the next, too."""
-    kept = vars(model).pop(KEPT, None)
-    if kept is not None and not kept.is_running():
-        kept.destroy()

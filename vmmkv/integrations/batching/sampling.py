@@ -15,8 +15,8 @@ from ..request_checks import LEAST_TEMPERATURE
 
 
 def sampling_manager(model: Any, config: ContinuousBatchingConfig | None) -> Any:
-    """A manager of a model's batches, whose generation config is the model's own, but that each request is sampled in
-    its own way. `top_k` and `top_p` sort a vocabulary, and are there if the model's own config has them."""
+    """Make a manager with the model's own generation config, each of whose requests has its own sampling. `top_k` and
+    `top_p` sort a vocabulary, and are there if the model's config has them."""
     config, own = copy.deepcopy(config) or ContinuousBatchingConfig(), copy.deepcopy(model.generation_config)
     config.per_request_processors = True
     own.do_sample, own.num_return_sequences = True, 1
@@ -30,11 +30,8 @@ def sampling_manager(model: Any, config: ContinuousBatchingConfig | None) -> Any
 
 
 def sampling(manager: Any, config: GenerationConfig) -> dict[str, Any]:
-    """How a request is sampled, as `add_request` of such a manager is told.
-
-    Raises:
-        UnsupportedError: the model's batches have none of what it asks for.
-    """
+    """The keywords of `add_request` for a request's sampling. Raises `UnsupportedError` if the manager has no processor
+    for it."""
     if not config.do_sample:
         return {"temperature": LEAST_TEMPERATURE}
     supported: Mapping[str, type] = manager.logit_processor.supported_keys
@@ -50,8 +47,8 @@ def sampling(manager: Any, config: GenerationConfig) -> dict[str, Any]:
 
 
 class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
-    """Divides logits by the temperature of their request. Of one that is not to be sampled the likeliest token alone
-    is left: the first of several, as without sampling."""
+    """Divides logits by the temperature of their request. Without sampling the likeliest token alone is left, the first
+    of several."""
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
