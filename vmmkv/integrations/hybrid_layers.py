@@ -1,4 +1,8 @@
-"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows."""
+"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows.
+
+The hybrid layers of transformers call their part for K and V by its class instead of `super()`, so each of their
+methods is defined anew.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,9 @@ INDEXED = (
 
 
 class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: ignore[no-untyped-call,override]
-    """A `VmmLayer` beside the states of linear attention.
+    """A `VmmLayer` beside the states of linear attention, `number_of_states` as transformers counts them."""
 
-    The layers of transformers name their part for K and V where they could say `super()`: all of that is said anew.
-
-    Args:
-        group, layer_idx: as in `VmmLayer`.
-        number_of_states: as transformers has it.
-    """
-
-    device: Any = None  # of the states, as transformers sets them; of K and V the group knows
+    device: Any = None  # of the states, as transformers sets them; the group knows those of K and V
     dtype: Any = None
 
     def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int) -> None:
@@ -36,14 +33,14 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """K and V come by position, states by name."""
+        """Takes K and V by position, states by name."""
         if args:
             VmmLayer.lazy_initialization(self, *args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def get_max_length(self) -> int:
-        """As of K and V: states have no length."""
+        """The largest length of K and V: states have none."""
         return VmmLayer.get_max_length(self)
 
     def reset(self) -> None:
@@ -57,7 +54,7 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         VmmLayer.crop(self, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """As in `VmmLayer`, states included."""
+        """Reorders K, V and states."""
         VmmLayer.reorder_cache(self, beam_idx)
 
     def _select(self, indices: torch.Tensor) -> None:
@@ -84,8 +81,7 @@ class VmmHybridSlidingWindowLayer(VmmHybridLayer, VmmSlidingWindowLayer):  # typ
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:
-    """Drops the states of linear attention. `LinearAttentionLayer.reset` zeroes them: the next batch would have to be
-    of the size of the last."""
+    """Drops the states of linear attention; `LinearAttentionLayer.reset` would keep zeros for as many sequences."""
     record_past = layer.record_past
     LinearAttentionLayer.__init__(layer, layer.number_of_states)
     layer.record_past = record_past

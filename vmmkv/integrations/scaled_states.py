@@ -106,11 +106,6 @@ def _read_only(what: str) -> UnsupportedError:
     )
 
 
-def as_plain(states: torch.Tensor) -> torch.Tensor:
-    """What `ScaledStates` stand for; others as they are."""
-    return states.dequantized() if isinstance(states, ScaledStates) else states
-
-
 def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation writes to `ScaledStates` that it was given."""
     known = operation._schema.arguments

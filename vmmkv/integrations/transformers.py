@@ -9,8 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,23 +29,21 @@ from ..cache import KVCache
 from ..errors import (
     ArgumentError,
     DeviceError,
-    DtypeError,
     KeptLayersWarning,
     OutOfRangeError,
     ShapeError,
+    StreamCaptureError,
     UnsupportedError,
 )
-from ..layout import DTYPES, kv_dtype_from_name
+from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .batch import Limits
-from .compiled_group import CompiledLayerGroup
-from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer
-from .extents import Passes
+from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
-from .layer_group import LayerGroup, check_kv
+from .layer_group import NO_ROOM, LayerGroup, attention_of
 from .layers import VmmLayer, VmmSlidingWindowLayer
+from .passes import Passes, check_kv
 from .pools import Pools
-from .scaled_states import as_plain
 from .spans import NAME
 
 
@@ -139,9 +136,9 @@ class VmmCache(DynamicCache):
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
             )
-        if compile and _attention_of(config) != NAME:
+        if compile and attention_of(config) != NAME:
             raise ArgumentError(
-                f"asked for compile=True for a model with attn_implementation={_attention_of(config)!r}, which reads "
+                f"asked for compile=True for a model with attn_implementation={attention_of(config)!r}, which reads "
                 f'rows to their end, where no memory is; load it with attn_implementation="{NAME}", or make the cache '
                 "without compile=True"
             )
@@ -149,45 +146,36 @@ class VmmCache(DynamicCache):
         super().__init__(config=config)
         self._limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
-        self._scaled_for = config if kept_dtype else None
-        """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
+        self._config = config
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-        self.layers[:] = [
-            self._with_rows(layer, index, self._group) or layer for index, layer in enumerate(self.layers)
-        ]
+        self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
 
     def _group(self, window: int | None) -> Any:
         """The group for layers of a window, while no layer is on a device yet."""
         found = next((group for group in self._groups if group.window == window), None)
-        if found is not None:
-            return found
-        options = self._limits, self._pools, self._passes, window
-        if self._is_compiled:
-            self._groups.append(CompiledLayerGroup(*options))
-        else:
-            self._groups.append(LayerGroup(*options))
-        return self._groups[-1]
+        if found is None:
+            kind = CompiledLayerGroup if self._is_compiled else LayerGroup
+            self._groups.append(found := kind(self._limits, self._pools, self._passes, window, self._config))
+        return found
 
-    def _with_rows(self, layer: Any, layer_idx: int, group: Callable[[int | None], Any]) -> Any:
-        """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
+    def _with_rows(self, layer: Any, layer_idx: int) -> Any:
+        """The layer on rows that takes the place of a layer of transformers, or that layer where there is no such kind.
 
-        By exact type: what a subclass keeps, or does, beside what is known here would be lost.
-
-        Args:
-            group: makes, or finds, the group for layers of a window.
+        By exact type: a subclass may keep, or do, more than is known here.
         """
         groups: Any = self._groups
+        kind: Any = type(layer)
+        group = self._group
         full: Any = partial(VmmCompiledLayer, groups) if self._is_compiled else VmmLayer
         sliding: Any = partial(VmmCompiledSlidingWindowLayer, groups) if self._is_compiled else VmmSlidingWindowLayer
-        kind: Any = type(layer)
         if kind is DynamicLayer:
             return full(group(None), layer_idx)
         if kind is DynamicSlidingWindowLayer:
             return sliding(group(layer.sliding_window), layer_idx, layer.sliding_window)
         if self._is_compiled:
-            return None
+            return layer
         if kind is LinearAttentionAndFullAttentionLayer:
             return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
         if kind is LinearAttentionAndSlidingWindowAttentionLayer:
@@ -195,7 +183,7 @@ class VmmCache(DynamicCache):
             return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
         if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
             return indexed_layer(kind)(group(None), layer_idx)
-        return None
+        return layer
 
     def _tell_what_is_kept(self) -> None:
         kept: defaultdict[str, list[int]] = defaultdict(list)
@@ -237,7 +225,7 @@ class VmmCache(DynamicCache):
         Raises:
             OutOfRangeError: there is no such layer.
             ArgumentError: that is no number, or K or V no tensor.
-            VmmkvError: see `LayerGroup.write`. Nothing was written in any case.
+            VmmkvError: as in `LayerGroup.update`. Nothing was written in any case.
         """
         try:
             layer = self.layers[layer_idx]
@@ -251,43 +239,37 @@ class VmmCache(DynamicCache):
             if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
                 kinds = type(key_states).__name__, type(value_states).__name__
                 raise ArgumentError(f"got {kinds[0]} and {kinds[1]} as K and V of layer {layer_idx}; both are tensors")
-            dtype = layer.group.dtype
-            if not key_states.dtype == value_states.dtype == dtype:
-                key_states, value_states = _in_one_dtype(key_states, value_states, dtype)
-            if not layer.is_initialized:
+            if key_states.device != layer.home:
                 check_kv(layer_idx, key_states, value_states)
                 self._settle(layer, key_states.device)
-        keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if self._scaled_for is not None and _attention_of(self._scaled_for) != NAME:
-            return as_plain(keys), as_plain(values)  # compilers, and kernels of others, need not know of anything else
-        return keys, values
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
-        """Moves a layer without tokens to its device, if it is not there, and all behind it along: models are cut into
-        runs of layers, and where the next run begins is seen when its K and V come."""
+        """Moves a layer without tokens, and all layers behind it, to the device of its K and V: models are cut into
+        runs of layers, and the first K and V of a run tell where it is."""
         here = layer.group.device
-        if here is None or here == device:
-            return
-        groups = [group for group in self._groups if group.window == layer.group.window]
-        behind = [
-            each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
-        ]
-        if self._is_compiled or any(each.is_initialized for each in behind):
-            raise DeviceError(
-                f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
-                "several devices needs a cache made without compile=True, and one that has moved, reset() before"
+        if here is not None and here != device and not layer.is_initialized:
+            groups = [group for group in self._groups if group.window == layer.group.window]
+            behind = [
+                each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
+            ]
+            if self._is_compiled or any(each.is_initialized for each in behind):
+                raise DeviceError(
+                    f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
+                    "several devices needs a cache made without compile=True, and one that has moved, reset() before"
+                )
+            kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
+            batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
+            for group, num_layers, batch in zip(groups, kept, batches):
+                group.keep_first(num_layers, batch)
+            target = next(
+                (group for group in groups if group.device == device),
+                LayerGroup(self._limits, self._pools, self._passes, layer.group.window, self._config),
             )
-        kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
-        batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
-        for group, num_layers, batch in zip(groups, kept, batches):
-            group.keep_first(num_layers, batch)
-        target = next(
-            (group for group in groups if group.device == device),
-            LayerGroup(self._limits, self._pools, self._passes, layer.group.window),
-        )
-        for each in behind:
-            each.join(target)
-        self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
+            for each in behind:
+                each.join(target)
+            self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
+        layer.home = device
 
     def reserve(self, seq_len: int) -> None:
         """With `compile=True`: maps pages for sequences of up to `seq_len` tokens, for forward passes that are compiled
@@ -330,9 +312,14 @@ class VmmCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, VmmLayer):
                 layer.length_after_crop(tokens_to_remove)
-        for layer in sorted(self.layers, key=_crops_for_sure):
+        refusing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        for layer in refusing:
             layer.crop(tokens_to_remove)
-        self._fit()
+        with self._passes.changing(StreamCaptureError):
+            for layer in self.layers:
+                if layer not in refusing:
+                    layer.crop(tokens_to_remove)
+            self._fit()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was: `[sequences]`, int32 or int64. There may be more or fewer
@@ -379,25 +366,35 @@ class VmmCache(DynamicCache):
         if not len(chosen):
             self.reset()
             return
-        try:
-            indices = chosen.tolist()
-            for group in self._groups:
-                group.add_rows(indices)
-            with ExitStack() as stack:
+        indices = chosen.tolist()
+        with self._passes.changing(*NO_ROOM):
+            try:
                 for group in self._groups:
-                    stack.enter_context(group.selecting(indices))
+                    group.add_rows(indices)
+            except NO_ROOM:
+                self._fit()
+                raise
+        with self._passes.changing():
+            try:
+                for group in self._groups:
+                    group.reorder(indices)
                 for layer in self.layers:
                     layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
-        finally:
+            finally:
+                for group in self._groups:
+                    group.is_reordered = False
             self._fit()
 
     def reset(self) -> None:
-        """Drops all tokens; their pages stay mapped for those to come."""
+        """Drops all tokens, also after a pass that ended in the middle; their pages stay mapped for those to come."""
+        self._passes.is_broken = True
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
             if type(layer) is LinearAttentionLayer and not self._is_compiled:
                 forget_states(layer)
-        self._fit()
+        for group in self._groups:
+            group.clear()
+        self._passes.is_broken = False
 
     def _fit(self) -> None:
         for group in self._groups:
@@ -414,34 +411,7 @@ def _made_without(config: object, max_seq_len: object) -> ArgumentError:
     )
 
 
-def _attention_of(config: PreTrainedConfig) -> str:
-    """The name of the attention that a model runs."""
-    return str(config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _crops_for_sure(layer: object) -> bool:
-    """Whether a layer crops what `VmmLayer.length_after_crop` has allowed; others may still refuse."""
-    return isinstance(layer, VmmLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
 def _as_index(indices: object) -> torch.Tensor:
     """What names, or marks, sequences, as torch takes it."""
     index = torch.as_tensor(indices)
     return index if index.numel() else index.long()
-
-
-def _in_one_dtype(
-    keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V in the narrowest dtype that holds both, and what is `dtype`, exactly."""
-    wide = None
-    if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded
-        with suppress(RuntimeError):
-            wide = reduce(torch.promote_types, [keys.dtype, values.dtype, dtype or keys.dtype])
-    if wide is None:
-        held = f", and the cache holds {dtype}" if dtype else ""
-        raise DtypeError(
-            f"got K as {keys.dtype} and V as {values.dtype}{held}; vmmkv has no dtype that holds all of it. Run the "
-            "model in one of its dtypes, or all forward passes under autocast"
-        )
-    return keys.to(wide), values.to(wide)
