@@ -4,7 +4,9 @@ Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t -
 batch may have belong to it for good. A fork lies in other rows of the same `KVCache`, and shares pages. Tokens from
 `shared_end` on lie in pages that can be written.
 
-A change that is interrupted, or in which the driver fails, may leave rows half changed: only `clear` is safe then.
+Methods raise what the methods of `KVCache` raise that they call. Nothing has changed then, unless the driver failed in
+`reorder` or `share_equal_rows`: these, and all that is interrupted, may leave rows half changed, and only `clear` is
+safe.
 """
 
 from __future__ import annotations
@@ -43,9 +45,6 @@ class Limits:
         lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
         large_frames: also as in `KVCache`.
         kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-
-    Raises:
-        ArgumentError, LayoutError: a number is no whole number, or out of range.
     """
 
     max_seq_len: int
@@ -65,12 +64,7 @@ Where = tuple[slice, slice, slice]
 
 
 class Batch:
-    """Equally long sequences in rows `[first_row, first_row + max_batch_size)` of a `KVCache`.
-
-    Raises:
-        OutOfRowsError: another batch has one of the rows.
-        DriverError: as in `KVCache.sequence`.
-    """
+    """Equally long sequences in rows `[first_row, first_row + max_batch_size)` of a `KVCache`."""
 
     def __init__(self, kv_cache: KVCache, limits: Limits, first_row: int = 0) -> None:
         self.kv_cache, self._limits, self._first_row = kv_cache, limits, first_row
@@ -96,11 +90,7 @@ class Batch:
 
     @classmethod
     def open(cls, layout: KVLayout, limits: Limits, pool: FramePool) -> Batch:
-        """A batch in a `KVCache` of its own on a pool, with rows for forks.
-
-        Raises:
-            LayoutError, OutOfPagesError, DriverError: as in `KVCache`.
-        """
+        """A batch in a `KVCache` of its own on a pool, with rows for forks."""
         addresses = limits.max_batch_size * limits.max_seq_len * layout.token_bytes
         kv_cache = KVCache(
             layout,
@@ -121,17 +111,8 @@ class Batch:
         self._renew(0)
 
     def reserve(self, rows: int, first: int, end: int, origin: int | None = None) -> None:
-        """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
-
-        Args:
-            origin: the token at the front of the rows, where they are empty; None: `first`.
-
-        Raises:
-            OutOfRowsError: there are fewer rows.
-            ReleasedTokensError: tokens from `first` on have been given back.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
-                Nothing has changed in any case.
-        """
+        """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need. Empty
+        rows begin with token `origin`; None: `first`."""
         self._check_rows(rows)
         check_length(end, self._limits.max_seq_len)  # a row whose window has moved has more room than that
         if not self.rows:
@@ -163,12 +144,7 @@ class Batch:
 
     def shrink(self, rows: int, first: int, end: int) -> None:
         """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`; of those in front full pages.
-
-        GPU work on them may finish; it must have been submitted.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured.
-        """
+        GPU work on them that was submitted may finish."""
         if not rows:
             self.clear()
             return
@@ -200,13 +176,8 @@ class Batch:
 
         Args:
             share: whether they may share pages. If not, no row shares any afterwards.
-            anew: have sequences that change share all full pages with what they become; else they get copies of the
-                tokens that they do not share yet.
-
-        Raises:
-            OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError: there is no room. Nothing has changed, unless
-                `anew`.
-            DriverError: as in `KVCache.reorder`. Rows are half changed then.
+            anew: have sequences that change share all full pages with what they become, instead of copies of the tokens
+                that they do not share yet. Without memory rows are half changed then.
         """
         rows = max(len(indices), self.rows)
         self._check_rows(rows)
@@ -238,9 +209,6 @@ class Batch:
         Args:
             held: the tokens `[first, end)` that each layer holds, by its number. K of the last token of the last layer
                 is compared first.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`. Rows are half changed then.
         """
         last, (_, end) = next(reversed(held.items()))
         newest = _bits(self.view(last, self.where(self.rows, end - 1, end))[0])
@@ -260,11 +228,7 @@ class Batch:
         )
 
     def fork(self) -> Batch | None:
-        """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`; this batch is as before.
-        """
+        """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it."""
         twin = next(self._beside(), None)
         if twin:
             self.shared_end = twin.shared_end = self.end
@@ -280,22 +244,14 @@ class Batch:
                 yield Batch(self.kv_cache, self._limits, first_row)
 
     def unshare(self, first: int) -> None:
-        """Makes tokens from `first` on safe to write over.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.unshare`; nothing has changed.
-        """
+        """Makes tokens from `first` on safe to write over."""
         if first < self.shared_end:
             start = min(max(first, self.first), self.end) - self.origin
             self.kv_cache.unshare(self._sequences[: self.rows], start)
             self.shared_end = first
 
     def copy(self, layout: KVLayout, layers: Iterable[int], pool: FramePool) -> Batch:
-        """Another batch on a pool of the same device that holds the same tokens of some layers, laid out anew.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `reserve`.
-        """
+        """Another batch on a pool of the same device that holds the same tokens of some layers, laid out anew."""
         twin = Batch.open(layout, self._limits, pool)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         where = self.where(self.rows, self.first, self.end)

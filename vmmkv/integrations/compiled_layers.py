@@ -30,7 +30,7 @@ from ..errors import StreamCaptureError, UnsupportedError, VmmkvError
 from .attention import NAME, kernels_take, shown
 from .batch import Batch, Limits, Where
 from .layer_group import LayerGroup, Step
-from .layers import Sliding, VmmLayer
+from .layers import VmmLayer
 from .passes import Extent, Passes, check_autograd, check_batch, unfinished
 from .pools import Pools
 from .row_writes import write_rows
@@ -170,13 +170,7 @@ class CompiledLayerGroup(LayerGroup):
         return self._held().view(layer, attended)
 
     def append_inside(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, inside of a graph.
-
-        Raises:
-            StreamCaptureError: no pass was announced, and no room reserved.
-            ShapeError: it is another batch.
-            AutogradError: autograd would record the write.
-        """
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, inside of a graph."""
         check_autograd(keys, values)
         check_batch(extent, keys.shape[0])
         self.check_room(extent, keys.shape[2])
@@ -203,11 +197,7 @@ class CompiledLayerGroup(LayerGroup):
         return not torch.compiler.is_compiling() and super().is_captured
 
     def settle(self) -> None:
-        """Counts the tokens that compiled passes have written since; where room was reserved it asks the device.
-
-        Raises:
-            UnfinishedPassError: layers that were in step before passes that the host has not seen no longer are.
-        """
+        """Counts the tokens that compiled passes have written since; where room was reserved it asks the device."""
         for extent in self.passes.extents:
             if extent.written:
                 self.passes.start_over()
@@ -231,11 +221,7 @@ class CompiledLayerGroup(LayerGroup):
         self.is_told = True
 
     def expect(self, tokens: int, asker: Extent) -> None:
-        """Makes room for a pass of `tokens` that may come, to the layers that are as long as `asker`.
-
-        Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `Batch.reserve`; no pass is expected then.
-        """
+        """Makes room for a pass of `tokens` that may come, to the layers that are as long as `asker`."""
         held = [extent for extent in self._extents if extent.rows]
         is_told = self.is_told and not any(extent.expected for extent in held)  # the last pass may have broken off
         self.expect_none()
@@ -320,7 +306,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         group: that it belongs to.
     """
 
-    _group: CompiledLayerGroup
+    group: CompiledLayerGroup
 
     def __init__(self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int) -> None:
         super().__init__(group, layer_idx)
@@ -329,13 +315,13 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether there are kernels for what it holds."""
-        return self._group.has_kernels
+        return self.group.has_kernels
 
-    def _shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         # Inside of a graph there is nothing to count; where room was reserved, that breaks it, however.
-        if self._extent.rows and (self._group.is_reserved or not torch.compiler.is_compiling()):
-            self._group.settle()
-        return super()._shown()
+        if self._extent.rows and (self.group.is_reserved or not torch.compiler.is_compiling()):
+            self.group.settle()
+        return super().shown()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -345,11 +331,8 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         That is whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`, inside of graphs, and where
         `get_mask_sizes` has returned as many before: `WholeRows`, which vmmkv's own attention alone can read. Elsewhere
         it is what `VmmLayer` returns: for the first tokens, without kernels, and for callers that ask for no mask.
-
-        Raises:
-            VmmkvError: as in `LayerGroup.update`, and `CompiledLayerGroup.append_inside`; nothing was written.
         """
-        group, extent = self._group, self._extent
+        group, extent = self.group, self._extent
         if torch.compiler.is_compiling():
             if not (extent.rows and group.has_kernels):
                 return self._update_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
@@ -361,27 +344,23 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         is_masked = self._extent.expected == keys.shape[2]
         attended = super()._update(keys, values)
-        return self._group.read_whole_rows(self._extent) if is_masked else attended
+        return self.group.read_whole_rows(self._extent) if is_masked else attended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Whole rows, which announces a pass of `query_length` tokens, which need not come; what `VmmLayer` returns for
         the first tokens, and without kernels."""
-        if not self._group.has_kernels:
-            self._group.expect_none()
-        if not (self._extent.rows and self._group.has_kernels):
+        if not self.group.has_kernels:
+            self.group.expect_none()
+        if not (self._extent.rows and self.group.has_kernels):
             return super().get_mask_sizes(query_length)
         if torch.compiler.is_compiling():
-            self._group.check_room(self._extent, query_length)
+            self.group.check_room(self._extent, query_length)
         else:
             self._announce(query_length)
-        return self._group.max_seq_len, 0
+        return self.group.max_seq_len, 0
 
     def _announce(self, tokens: int) -> None:
-        """Says that a pass may come to the layers that are in step with this one; it changes nothing to say it twice.
-
-        Raises:
-            VmmkvError: as in `CompiledLayerGroup.expect`.
-        """
+        """Says that a pass may come to the layers that are as long as this one; saying it twice changes nothing."""
         if any(group.is_captured for group in self._groups):
             return  # room for a pass that is captured has to be reserved
         for group in self._groups:
@@ -392,7 +371,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""
-        group, extent = self._group, self._extent
+        group, extent = self.group, self._extent
         if not extent.rows:
             return 0
         if torch.compiler.is_compiling() or group.is_reserved:
@@ -401,21 +380,11 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         return torch.full((), extent.end, dtype=torch.int32, device=group.lengths.device)
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
-        self._group.settle()
+        self.group.settle()
         return super().length_after_crop(tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self._group.is_told = False
+        self.group.is_told = False
         super().crop(tokens_to_remove)
-        if self._group.is_reserved:
-            self._group.tell()
-
-
-class VmmCompiledSlidingWindowLayer(Sliding, VmmCompiledLayer):  # type: ignore[no-untyped-call]
-    """The same with a sliding window."""
-
-    def __init__(
-        self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int, sliding_window: int
-    ) -> None:
-        super().__init__(groups, group, layer_idx)
-        self.sliding_window = sliding_window
+        if self.group.is_reserved:
+            self.group.tell()

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from .layer_group import LayerGroup
-from .layers import VmmLayer, VmmSlidingWindowLayer
+from .layers import VmmLayer
 
 INDEXED = (
     "transformers.cache_utils.DynamicIndexedLayer",
@@ -66,18 +66,6 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         VmmLayer.offload(self)
 
     prefetch = offload
-
-
-class VmmHybridSlidingWindowLayer(VmmHybridLayer, VmmSlidingWindowLayer):  # type: ignore[no-untyped-call,override]
-    """A `VmmSlidingWindowLayer` beside the states of linear attention."""
-
-    def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int, sliding_window: int) -> None:
-        VmmHybridLayer.__init__(self, group, layer_idx, number_of_states)
-        self.sliding_window = sliding_window
-
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:

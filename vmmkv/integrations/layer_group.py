@@ -118,11 +118,6 @@ class LayerGroup:
 
         Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to have
         the same shape; where one has not, or has a wider dtype, the tokens that are there move into another layout.
-
-        Raises:
-            LayoutError: the rows would be longer than kernels with 32-bit strides can address.
-            DtypeError: vmmkv does not hold this dtype.
-            OutOfPagesError, DriverError: as in `Batch.reserve`. Nothing has changed in any case.
         """
         shape = Shape.of(keys, values)
         shapes = [each.shape or shape for each in self._extents]
@@ -153,11 +148,7 @@ class LayerGroup:
         return layout
 
     def batch_of_first(self, num_layers: int) -> Batch | None:
-        """A batch with room for the first layers alone, and their tokens; None if they have none yet.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.reserve`.
-        """
+        """A batch with room for the first layers alone, and their tokens; None if they have none yet."""
         known = {extent.index: extent.shape for extent in self._extents[:num_layers] if extent.shape}
         if self.batch is None or self.states_dtype is None or not known or num_layers == self.num_layers:
             return self.batch if known else None
@@ -296,12 +287,7 @@ class LayerGroup:
     # ------------------------------------------------------------------ which sequences
 
     def add_rows(self, indices: list[int]) -> None:
-        """Adds rows until there are as many as `indices`; those that are added hold what `indices` says.
-
-        Raises:
-            UnfinishedPassError: layers hold tokens of different numbers of sequences.
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reorder`.
-        """
+        """Adds rows until there are as many as `indices`; those that are added hold what `indices` says."""
         self.fit()
         if not self._are_alike():
             raise unfinished()
@@ -309,11 +295,7 @@ class LayerGroup:
             self.batch.reorder([*range(rows), *indices[rows:]], self._can_share())
 
     def reorder(self, indices: list[int]) -> None:
-        """Makes sequence i what sequence `indices[i]` was, in all layers that hold tokens, behind `add_rows`.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.reorder`.
-        """
+        """Makes sequence i what sequence `indices[i]` was, in all layers that hold tokens, behind `add_rows`."""
         held = [extent for extent in self._extents if extent.rows]
         if held:
             share, rows = self._can_share(), held[0].rows
@@ -323,11 +305,7 @@ class LayerGroup:
         self.is_reordered, self._step = True, None
 
     def select(self, extent: Extent, indices: torch.Tensor) -> None:
-        """Makes sequence i of one layer what its sequence `indices[i]` was, by way of a copy.
-
-        Raises:
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve` and `unshare`.
-        """
+        """Makes sequence i of one layer what its sequence `indices[i]` was, by way of a copy."""
         if self.is_reordered or not extent.rows:
             return
         if not len(indices):
@@ -355,9 +333,6 @@ class LayerGroup:
         """Has neighbouring rows that hold the same bytes share pages, after a pass of more than a page of tokens.
 
         It comes before the next pass: then all layers have written, and beams have been put into order.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.share_equal_rows`.
         """
         batch, newest, self._newest = self._held(), self._newest, 0
         if batch.rows < 2 or newest <= batch.page_tokens:
@@ -371,9 +346,6 @@ class LayerGroup:
     def show(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens that a layer holds, to read and, unless they are `ScaledStates`, to write: rows share
         no pages until there are no tokens.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `Batch.unshare`.
         """
         batch = self._held()
         if not self.is_scaled:

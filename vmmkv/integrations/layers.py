@@ -1,7 +1,7 @@
 """The layers of a `VmmCache`: what transformers asks of a layer, on a layer group.
 
-To transformers a layer is a `DynamicLayer`, on which layers that keep more than K and V can be put; but all that deals
-with K and V is defined anew.
+To transformers a layer is a `DynamicLayer`, with or without a sliding window, on which layers that keep more than K and
+V can be put; but all that deals with K and V is defined anew.
 """
 
 from __future__ import annotations
@@ -24,37 +24,62 @@ from ..errors import (
 from .layer_group import LayerGroup
 
 
-class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer of a `VmmCache`.
+def _states(index: int, name: str) -> Any:
+    """The property `keys` or `values` of a layer: see `VmmLayer`."""
 
-    Args:
-        group: the rows that K and V go to.
-        layer_idx: the layer's number in the model.
+    def read(layer: VmmLayer) -> torch.Tensor | None:
+        return (layer.shown() or (None, None))[index]
+
+    def overwrite(layer: VmmLayer, states: torch.Tensor | None) -> None:
+        held = read(layer)
+        if not isinstance(states, torch.Tensor):
+            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
+        if held is None or states.shape != held.shape:
+            there = list(held.shape) if held is not None else "nothing"
+            raise ShapeError(
+                f"got {name} {list(states.shape)}; layer {layer.layer_idx} holds {there}, and an assignment writes "
+                "over what is there. crop(), reset() and batch_select_indices() change how much that is"
+            )
+        if states.dtype != held.dtype:
+            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
+        if states.device != held.device:
+            raise DeviceError(f"got {name} on {states.device}; layer {layer.layer_idx} is on {held.device}")
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
+        held.copy_(states)
+
+    return property(read, overwrite)
+
+
+class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer of a `VmmCache`, which lies in the rows of `group`; number `layer_idx` of the model.
+
+    Attributes:
+        keys, values: K and V of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: views
+            of the rows, until the next crop, reorder or reset; None while it keeps none. An assignment writes there:
+            other states of the same shape, dtype and device. Since the views can be written to, pages that are shared
+            are copied first, and none are shared until the next reset. 8 bits are `ScaledStates`, and cannot be
+            written to.
     """
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False
+    keys, values = _states(0, "K"), _states(1, "V")
 
     def __init__(self, group: LayerGroup, layer_idx: int) -> None:
-        # DynamicLayer's own would set keys and values, which are views made on demand here.
-        self.layer_idx = layer_idx
+        # DynamicLayer's own would set keys and values.
+        self.layer_idx, self.is_sliding = layer_idx, group.window is not None
         self.home: torch.device | None = None
         """The device of the last K and V."""
         self.join(group)
 
     def join(self, group: LayerGroup) -> None:
         """Becomes the last layer of a group; the one that it was in must have dropped it."""
-        self._group, self._extent = group, group.add_layer(self.layer_idx)
-
-    @property
-    def group(self) -> LayerGroup:
-        """The rows that K and V are in."""
-        return self._group
+        self.group, self._extent = group, group.add_layer(self.layer_idx)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learns the shapes of K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; writes nothing."""
-        self._group.learn(self._extent, key_states, value_states, key_states.dtype)
+        self.group.learn(self._extent, key_states, value_states, key_states.dtype)
 
     @property
     def rows(self) -> int:
@@ -69,57 +94,16 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """Of K and V; None before the first."""
-        return self._group.states_dtype
+        return self.group.states_dtype
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
         """Where K and V are; None before the first."""
-        return self._group.device
+        return self.group.device
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the rows;
-        None while it keeps none. What the view shows after the next crop, reorder or reset is undefined.
-
-        An assignment writes there: other K of the same shape, dtype and device. Since the view can be written to, pages
-        that are shared are copied first, and none are shared until the next reset. Of 8 bits K is `ScaledStates`, and
-        cannot be written to."""
-        held = self._shown()
-        return held and held[0]
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._overwrite("K", self.keys, states)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """V, like `keys`."""
-        held = self._shown()
-        return held and held[1]
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._overwrite("V", self.values, states)
-
-    def _shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return self._group.show(self._extent) if self._extent.rows else None
-
-    def _overwrite(self, name: str, held: torch.Tensor | None, states: torch.Tensor | None) -> None:
-        if not isinstance(states, torch.Tensor):
-            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
-        if held is None or states.shape != held.shape:
-            there = list(held.shape) if held is not None else "nothing"
-            raise ShapeError(
-                f"got {name} {list(states.shape)}; layer {self.layer_idx} holds {there}, and an assignment writes over "
-                "what is there. crop(), reset() and batch_select_indices() change how much that is"
-            )
-        if states.dtype != held.dtype:
-            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
-        if states.device != held.device:
-            raise DeviceError(f"got {name} on {states.device}; layer {self.layer_idx} is on {held.device}")
-        if torch.is_grad_enabled() and states.requires_grad:
-            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
-        held.copy_(states)
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V that the user may write to."""
+        return self.group.show(self._extent) if self._extent.rows else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -132,14 +116,14 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
-        return self._group.update(self._extent, key_states, value_states)
+        return self.group.update(self._extent, key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def _update_outside_graphs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._update(keys, values)
 
     def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._group.update(self._extent, keys, values)
+        return self.group.update(self._extent, keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `query_length` ones attend to, themselves included, and the first of them."""
@@ -151,8 +135,36 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._extent.end
 
     def get_max_length(self) -> int:
-        """The largest length: `max_seq_len`."""
-        return self._group.max_seq_len
+        """The largest length: `max_seq_len`; of a window the window, as in transformers."""
+        return self.group.window or self.group.max_seq_len
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a token attends to, itself included; None: all."""
+        return self.group.window
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor | None:
+        """The window as `DynamicCache(iter(cache))` looks for it."""
+        return torch.tensor(self.group.window) if self.is_sliding else None
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        """Tokens so far, by the name that windows have for it."""
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the layer keeps what its window leaves behind, until the next `crop`."""
+        return self._extent.keeps_past
+
+    @record_past.setter
+    def record_past(self, keeps_past: bool) -> None:
+        self._extent.keeps_past = keeps_past
+
+    def activate_past_recording(self) -> None:
+        """Lets tokens be dropped with `crop` although the window has moved on."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens.
@@ -189,7 +201,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Drops all tokens."""
         self._extent.clear()
-        self._group.passes.start_over()
+        self.group.passes.start_over()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was; there may be more or fewer of them then."""
@@ -207,7 +219,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._select(torch.arange(self.rows, device=indices.device)[indices])
 
     def _select(self, indices: torch.Tensor) -> None:
-        self._group.select(self._extent, indices)
+        self.group.select(self._extent, indices)
 
     def offload(self) -> NoReturn:
         """Raises `UnsupportedError`: attention reads K and V where they are written."""
@@ -217,46 +229,3 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         )
 
     prefetch = offload
-
-
-class Sliding:
-    """What layers have in common whose tokens attend to `sliding_window` tokens, themselves included."""
-
-    is_sliding = True
-    sliding_window: int
-    _extent: Any
-
-    @property
-    def record_past(self) -> bool:
-        """Whether the layer keeps what its window leaves behind, until the next `crop`."""
-        return bool(self._extent.keeps_past)
-
-    @record_past.setter
-    def record_past(self, keeps_past: bool) -> None:
-        self._extent.keeps_past = keeps_past
-
-    def activate_past_recording(self) -> None:
-        """Lets tokens be dropped with `crop` although the window has moved on."""
-        self.record_past = True
-
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
-
-
-class VmmSlidingWindowLayer(Sliding, VmmLayer):  # type: ignore[no-untyped-call]
-    """One layer of a `VmmCache` with a sliding window."""
-
-    def __init__(self, group: LayerGroup, layer_idx: int, sliding_window: int) -> None:
-        super().__init__(group, layer_idx)
-        self.sliding_window = sliding_window
-
-    @property
-    def cumulative_length(self) -> int:  # type: ignore[override]
-        """Tokens so far, by the name that transformers has for it."""
-        return self.get_seq_length()
-
-    @property
-    def _sliding_window_tensor(self) -> torch.Tensor:
-        """The window as `DynamicCache(iter(cache))` looks for it."""
-        return torch.tensor(self.sliding_window)

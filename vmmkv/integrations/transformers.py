@@ -9,8 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -38,10 +37,10 @@ from ..errors import (
 from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .batch import Limits
-from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
-from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
+from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
+from .hybrid_layers import INDEXED, VmmHybridLayer, forget_states, indexed_layer
 from .layer_group import NO_ROOM, LayerGroup, attention_of
-from .layers import VmmLayer, VmmSlidingWindowLayer
+from .layers import VmmLayer
 from .passes import Passes, check_kv
 from .pools import Pools
 from .spans import NAME
@@ -165,24 +164,18 @@ class VmmCache(DynamicCache):
 
         By exact type: a subclass may keep, or do, more than is known here.
         """
-        groups: Any = self._groups
         kind: Any = type(layer)
-        group = self._group
-        full: Any = partial(VmmCompiledLayer, groups) if self._is_compiled else VmmLayer
-        sliding: Any = partial(VmmCompiledSlidingWindowLayer, groups) if self._is_compiled else VmmSlidingWindowLayer
-        if kind is DynamicLayer:
-            return full(group(None), layer_idx)
-        if kind is DynamicSlidingWindowLayer:
-            return sliding(group(layer.sliding_window), layer_idx, layer.sliding_window)
+        window = getattr(layer, "sliding_window", None)
+        if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+            if self._is_compiled:
+                return VmmCompiledLayer(cast(Any, self._groups), self._group(window), layer_idx)
+            return VmmLayer(self._group(window), layer_idx)
         if self._is_compiled:
             return layer
-        if kind is LinearAttentionAndFullAttentionLayer:
-            return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
-        if kind is LinearAttentionAndSlidingWindowAttentionLayer:
-            window = layer.sliding_window
-            return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
+        if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+            return VmmHybridLayer(self._group(window), layer_idx, layer.number_of_states)
         if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
-            return indexed_layer(kind)(group(None), layer_idx)
+            return indexed_layer(kind)(self._group(None), layer_idx)
         return layer
 
     def _tell_what_is_kept(self) -> None:
