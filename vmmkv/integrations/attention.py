@@ -1,8 +1,12 @@
 """`attn_implementation="vmmkv"`: attention of transformers models by the kernels, on K and V where they lie.
 
-transformers' eager attention is what is right: there the mask is the whole truth. Kernels run where they have been told
-all that it says, and everything else that a model asks for. Otherwise SDPA runs with the same mask as eager attention,
-or the model's own eager attention; and an instruction that nobody knows is an error, never ignored.
+The reference is transformers' eager attention, where the mask is the whole truth. Kernels run where they know all that
+it says, and every other argument. Otherwise SDPA runs with the mask of eager attention, or the model's own eager
+attention; and a keyword that none of them knows is an error, never ignored.
+
+Of transformers it depends on the interfaces that it registers with (`AttentionInterface`, `AttentionMaskInterface`),
+on `PreTrainedModel.get_correct_attn_implementation`, which asks for the attention of a model that is made, and on
+`eager_attention_forward` in the module of each model.
 """
 
 from __future__ import annotations
@@ -31,43 +35,21 @@ from .whole_rows import WholeRows
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""
 
-NOT_ABOUT_ATTENTION = frozenset(
-    {
-        "deterministic",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Keywords that models hand down to whatever they call."""
+NOT_ABOUT_ATTENTION = frozenset({
+    "deterministic", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+})  # fmt: skip
+"""Keywords that models hand down to all that they call."""
 
-COMPUTES_ITSELF = frozenset(
-    {
-        # with masks
-        "axk2",
-        "deepseek_v32",
-        "deepseek_v4",
-        "dots3_note_text",
-        "glm_moe_dsa",
-        "hy_v4",
-        "minimax_m3_vl_text",
-        "nllb-moe",
-        "qwen4_exp_text",
-        "t5gemma2_decoder",
-        # with what caches return, of which rows have more than there is memory for
-        "diffllama",
-        "doge",
-        "jetmoe",
-    }
-)
+COMPUTES_ITSELF = frozenset({
+    # with masks
+    "axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "nllb-moe",
+    "qwen4_exp_text", "t5gemma2_decoder",
+    # with what caches return, of which rows have more than there is memory for
+    "diffllama", "doge", "jetmoe",
+})  # fmt: skip
 """Models that do more with masks, K or V than to hand them to their attention. Of masks others are refused, too."""
 
 logger = logging.get_logger(__name__)
-
-
-# ---------------------------------------------------------------------- attention
 
 
 def attend(
@@ -80,9 +62,10 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and `value`
-    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no mask,
-    which a causal module may give for a single query only. `scaling` is of the scores; None is `head_dim ** -0.5`.
+    """The function that transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and
+    `value` `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no
+    mask, which a causal module may give for a single query only. `scaling` is of the scores; None is
+    `head_dim ** -0.5`.
 
     Returns:
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
@@ -96,7 +79,7 @@ def attend(
     instructions = {
         name: told
         for name, told in kwargs.items()
-        if not (told is None or told is False or name in LEFT_TO_THE_MASK or name in NOT_ABOUT_ATTENTION)
+        if not (told is None or told is False or name in LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION)
     }
     spans = attention_mask if isinstance(attention_mask, Spans) else None
     lacking = _lacking(query, key, value, dropout, scaling, instructions)
@@ -106,14 +89,12 @@ def attend(
         warn(lacking)
     elif spans is not None:
         return _attend_with_kernels(query, key, value, spans, scaling, **instructions)
-    mask = attention_mask if spans is None else spans.as_bias(query.dtype)
-    if mask is not None:
-        mask = _as_bias(mask, query.dtype)
+    mask = _as_bias(attention_mask, query.dtype)
     if rows is not None:
-        seen, mask = _seen_tokens(mask, rows, query.shape[2])
-        key, value = key[:, :, seen], value[:, :, seen]
-        if instructions.get("position_bias") is not None:
-            instructions["position_bias"] = _part(instructions["position_bias"], seen)
+        seen = _seen_tokens(mask, rows, query.shape[2])
+        key, value, mask = key[:, :, seen], value[:, :, seen], _of_seen(mask, seen)
+        if "position_bias" in instructions:
+            instructions["position_bias"] = _of_seen(instructions["position_bias"], seen)
     return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, instructions, kwargs)
 
 
@@ -125,7 +106,7 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def shown(key: torch.Tensor, value: torch.Tensor) -> str:
-    """What kernels take, or do not take, of K and V."""
+    """The properties of K and V that kernels ask for, in words."""
     return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
 
 
@@ -137,7 +118,7 @@ def _lacking(
     scaling: float | None,
     instructions: dict[str, Any],
 ) -> str | None:
-    """What the kernels cannot do of what is asked for; None if they can do all of it."""
+    """The first thing asked for that the kernels cannot do; None if they can do all of it."""
     if not kernels_take(key, value):
         return shown(key, value)
     if query.dtype != key.dtype:
@@ -213,11 +194,8 @@ def _attend_without_kernels(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SDPA, or, with what SDPA does not know, the model's own eager attention."""
     is_causal = kwargs.get("is_causal")
-    if (
-        mask is None
-        and query.shape[2] > 1
-        and (getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    ):
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if mask is None and query.shape[2] > 1 and is_causal:
         raise UnsupportedAttentionError(
             f"{type(module).__name__} is causal and gives no mask for its {query.shape[2]} queries: "
             f'attn_implementation="{NAME}" cannot know which tokens each sees. Load the model with '
@@ -235,23 +213,27 @@ def _attend_without_kernels(
     return output, weights
 
 
-def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores, in their dtype, for a mask of bool or one that is added already."""
+def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask that is added to scores, in their dtype, for spans, a mask of bool, or one that is added already."""
+    if mask is None:
+        return None
+    if isinstance(mask, Spans):
+        return mask.as_bias(dtype)
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
     return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
 
 
-def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
-    """What is added to the scores of some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+def _of_seen(bias: torch.Tensor | None, seen: slice) -> torch.Tensor:
+    """The part for some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+    assert bias is not None
     return bias[..., seen].clone(memory_format=torch.contiguous_format)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks the device for lengths
-def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> tuple[slice, torch.Tensor]:
-    """Of whole rows, from the first token that any query sees to the last, and the part of `mask`, `[..., kv_length]`
-    and added to scores, that is about them.
+def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> slice:
+    """The tokens of whole rows from the first that any query sees, by a mask that is added to scores, to the last.
 
     Raises:
         UnsupportedAttentionError: that is not known, or there is no memory for them.
@@ -269,8 +251,7 @@ def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> t
             f"got a mask whose queries see tokens from {seen[0]} to {seen[-1]}; the cache holds those from "
             f"{live.start} to {live.stop - 1} for them. A mask of whole rows hides all others"
         )
-    shown = slice(seen[0], seen[-1] + 1) if seen else slice(0)
-    return shown, _part(mask, shown)
+    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
 
 
 def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:
@@ -294,7 +275,7 @@ def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> A
 
 
 def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-    """What transformers asks each model that is made: the attention that it is going to run."""
+    """Chooses the attention that a model is going to run; transformers asks each model that is made."""
     if requested_attention == NAME and not can_attend(self):
         logger.warning_once(
             f'attn_implementation="{NAME}" is not for {type(self).__name__}, which computes attention by itself, or '
