@@ -34,7 +34,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
+    MoshiConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    ProphetNetConfig,
 )
 
 import vmmkv
@@ -739,6 +742,25 @@ def test_other_attention_is_refused(name: str | None) -> None:
         config._attn_implementation = name
         with pytest.raises(vmmkv.ArgumentError, match=f"attn_implementation='?{name}.* without compile=True"):
             VmmCache(config, 100, compile=True)
+
+
+@pytest.mark.parametrize("config", [MoshiConfig, ProphetNetConfig])
+def test_models_whose_own_code_reads_whole_rows_are_refused(config: type[PreTrainedConfig]) -> None:
+    with pytest.raises(vmmkv.UnsupportedError, match=f"is a {config.model_type}.*without it"):
+        VmmCache(config(attn_implementation="vmmkv"), 100, compile=True)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_mask_without_the_window_of_its_layer_is_refused(device: str) -> None:
+    """The layer gives back what lies before its window."""
+    model = copy.deepcopy(tiny_model("mistral-wide", "vmmkv", device))
+    tokens = random_tokens(model, 1, 13)
+    cache = vmm_cache(model.config, device, compile=True)
+    model.config.sliding_window = None
+    with torch.no_grad():
+        model(tokens[:, :12], past_key_values=cache)
+        with pytest.raises(vmmkv.UnsupportedAttentionError, match=f"window of all tokens.*keeps {WINDOW}"):
+            model(tokens[:, 12:], past_key_values=cache)
 
 
 @pytest.mark.few(3)

@@ -82,6 +82,11 @@ def attend(
         if not (told is None or told is False or name in LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION)
     }
     spans = attention_mask if isinstance(attention_mask, Spans) else None
+    if spans is not None and rows is not None and rows.window and not 0 < spans.window <= rows.window:
+        raise UnsupportedAttentionError(
+            f"got a mask with a window of {spans.window or 'all tokens'} for a layer that keeps {rows.window}: "
+            f"{type(module).__name__} needs a VmmCache made without compile=True"
+        )
     lacking = _lacking(query, key, value, dropout, scaling, instructions)
     if spans is not None and not lacking:
         lacking = _differing(spans, query, key, kwargs.get("sliding_window"))

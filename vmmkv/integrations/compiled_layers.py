@@ -44,7 +44,7 @@ class CompiledLayerGroup(LayerGroup):
     """int32 `[layers, max_batch_size]`."""
 
     def __init__(
-        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig
+        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
     ) -> None:
         super().__init__(limits, pools, passes, window, config)
         self.is_reserved = False

@@ -70,11 +70,11 @@ class LayerGroup:
         pools: the memory for K and V.
         passes: of the cache that the group is a part of.
         window: tokens that a token attends to, itself included; None: all.
-        config: of the model: it says which attention reads K and V that are kept in 8 bits.
+        config: of a model whose K and V are kept in 8 bits: it says which attention reads them.
     """
 
     def __init__(
-        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig
+        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
     ) -> None:
         self.max_seq_len, self.passes, self.window = limits.max_seq_len, passes, window
         self._limits, self._pools = replace(limits, large_frames=window is None), pools
@@ -219,7 +219,7 @@ class LayerGroup:
         if extent.layer_idx <= self.passes.last_layer:
             self.passes.start_over()
         self.passes.before[tokens] = begin
-        self._reads_scaled = self.is_scaled and attention_of(self._config) == NAME
+        self._reads_scaled = self._config is not None and attention_of(self._config) == NAME
         self._newest = max(tokens, self._newest)
         batch, visible = self._held(), extent.first_visible(begin)
         self._step = Step(

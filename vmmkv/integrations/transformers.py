@@ -45,6 +45,15 @@ from .passes import Passes, check_kv
 from .pools import Pools
 from .spans import NAME
 
+NOT_COMPILED = {
+    "moshi": "is a moshi: its masks leave out the window that its layers keep",
+    "prophetnet": "is a prophetnet: it attends to n-grams by its own code, which reads rows to their end",
+}
+"""Types of models that cannot run with `compile=True`, and why."""
+
+TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})
+"""Types of models that call `view` on K and V."""
+
 
 class VmmCache(DynamicCache):
     """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand.
@@ -135,6 +144,8 @@ class VmmCache(DynamicCache):
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
             )
+        if compile and (reason := NOT_COMPILED.get(config.get_text_config(decoder=True).model_type)):
+            raise UnsupportedError(f"asked for compile=True for a model that {reason}. Make the cache without it")
         if compile and attention_of(config) != NAME:
             raise ArgumentError(
                 f"asked for compile=True for a model with attn_implementation={attention_of(config)!r}, which reads "
@@ -145,7 +156,8 @@ class VmmCache(DynamicCache):
         super().__init__(config=config)
         self._limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
-        self._config = config
+        self._copies = config.get_text_config(decoder=True).model_type in TAKES_NO_STRIDES
+        self._config = config if kept_dtype else None
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
         self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
@@ -235,7 +247,8 @@ class VmmCache(DynamicCache):
             if key_states.device != layer.home:
                 check_kv(layer_idx, key_states, value_states)
                 self._settle(layer, key_states.device)
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        return (keys.contiguous(), values.contiguous()) if self._copies else (keys, values)
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
         """Moves a layer without tokens, and all layers behind it, to the device of its K and V: models are cut into
