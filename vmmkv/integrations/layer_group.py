@@ -41,6 +41,8 @@ _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 class Step(NamedTuple):
     """What the layers of a group do alike in a forward pass."""
 
+    number: int
+    """Of the pass."""
     looks: tuple[object, ...]
     """Shapes, dtypes and devices of K and V."""
     held: tuple[object, ...]
@@ -179,6 +181,7 @@ class LayerGroup:
         looks = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
         if (
             step is None
+            or step.number != passes.number
             or looks != step.looks
             or (extent.rows, extent.first, extent.end, extent.shape) != step.held
             or extent.layer_idx <= passes.last_layer
@@ -223,6 +226,7 @@ class LayerGroup:
         self._newest = max(tokens, self._newest)
         batch, visible = self._held(), extent.first_visible(begin)
         self._step = Step(
+            self.passes.number,
             (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device),
             (extent.rows, extent.first, extent.end, extent.shape),
             skipped,

@@ -70,6 +70,7 @@ class Extent:
 class Passes:
     """The forward passes of a cache, over all of its layers."""
 
+    number: int = 0
     last_layer: int = -1
     """The number of the layer that has written last in this pass; -1 before the first."""
     is_broken: bool = False
@@ -81,7 +82,7 @@ class Passes:
 
     def start_over(self) -> None:
         """Has the next layer that writes begin a pass."""
-        self.last_layer, self.before = -1, {}
+        self.number, self.last_layer, self.before = self.number + 1, -1, {}
 
     def check(self, extent: Extent, tokens: int) -> None:
         """Raises `UnfinishedPassError` unless a layer may get `tokens` more in this pass, or begin the next with it."""

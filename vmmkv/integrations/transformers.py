@@ -61,23 +61,20 @@ class VmmCache(DynamicCache):
     Before transformers 5.24 the argument is called `past_key_values`.
 
     Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
-    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it:
-    what fits into them costs no driver call (a window that has moved starts over at the front of its rows, and pages
-    move there). `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache.
-    `copy.deepcopy` forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes
-    behind a prompt, as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and
-    `torch.save` keep the tokens that are there and nothing else (not with `compile=True`).
+    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it.
+    `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache. `copy.deepcopy`
+    forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes behind a prompt,
+    as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and `torch.save` keep the tokens
+    that are there and nothing else (not with `compile=True`).
 
-    Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
-    some do not use others can have, copies of the cache included. With `pool` they share it with whatever else lies
-    there: other models, the other half of an `EncoderDecoderCache`, a `KVCache`.
+    Full attention and each window have rows of their own; on each device all of them, and all copies of the cache, lie
+    on one `FramePool`. With `pool` they share it with other models, the other half of an `EncoderDecoderCache`, or a
+    `KVCache`.
 
     Attention reads strided views. Torch's memory-efficient SDPA computes strides in 32 bits, so layers share a token
-    record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the layout), and every backend
-    reads the right tokens. So the longer the rows, the coarser the pages.
-
-    If K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. If layers are on
-    several devices, each device has its own `kv_caches` (not with `compile=True`).
+    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages. If K and V
+    differ in dtype, as under autocast, both are kept in the wider one. If layers are on several devices, each device
+    has its own `kv_caches` (not with `compile=True`).
 
     For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
     next one raises `UnfinishedPassError`, until `reset()`.
@@ -98,10 +95,10 @@ class VmmCache(DynamicCache):
             kernels do not take K and V (on the CPU, in some dtypes and head sizes) a warning says so, and the cache
             works uncompiled. Layers write a prompt as a whole, also where a window moves over it.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
-            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them as they are. For any
-            other attention a layer's K and V are dequantized in each forward pass, in memory that is freed after the
-            layer. The first tokens of a sequence attend to their K and V as the model made them. Not with
-            `compile=True`; `keys` and `values` of layers cannot be written to. None: the dtype that they come in.
+            head (`KVLayout(scales="token_head")`). attn_implementation="vmmkv" reads them as they are; for any other
+            attention a layer's K and V are dequantized in each forward pass. The first tokens of a sequence attend to
+            their K and V as the model made them. Not with `compile=True`; `keys` and `values` of layers cannot be
+            written to. None: the dtype that they come in.
         offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
@@ -112,8 +109,7 @@ class VmmCache(DynamicCache):
             or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
-        UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
-            as whole rows.
+        UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model that cannot run with it.
     """
 
     layers: list[Any]

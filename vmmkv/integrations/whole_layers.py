@@ -1,8 +1,8 @@
 """Compiled layers that are one program each: attention on rows is an operation in it.
 
-A call that the compiler goes around splits a layer into several programs, each with guards of its own, which are looked
-at in each pass. So a layer is entered by a frame that the compiler skips: it keeps what the pass says to attention, and
-there the operation finds it. The layer itself is not told: it is the same program for all of them.
+A call that the compiler goes around splits a layer into several programs, each with guards that are evaluated in each
+pass. So a layer is entered by a frame that the compiler skips: it keeps the keywords for attention, and the operation
+finds them there. The layer does not get them, so that all layers are the same program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._dynamo.decorators import skip
 from .left_to_attention import CACHE, LeftToAttention
 
 Attend = Callable[..., Any]
-"""Takes a layer's number, query, key, value, what the pass is told, scale, soft cap and sinks."""
+"""Takes a layer's number, query, key, value, the keywords for attention, scale, soft cap and sinks."""
 
 
 class Entered(NamedTuple):
@@ -29,7 +29,7 @@ class Entered(NamedTuple):
     attend: Attend
     number: int
     told: dict[str, Any]
-    """What is for attention alone."""
+    """The keywords for attention alone."""
 
 
 class _Thread(threading.local):
@@ -40,7 +40,7 @@ _thread = _Thread()
 
 
 class Inside(LeftToAttention):
-    """What a layer that was entered is given as its cache."""
+    """The cache that a layer gets once it was entered."""
 
 
 INSIDE = Inside()
@@ -89,11 +89,11 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 
 
 def make_layers_whole(model: torch.nn.Module, layers: type, cache: Any, told: Collection[str]) -> None:
-    """Has a model's layers be whole, in forward passes that are told of such a `cache`. Those with attention of several
-    numbers, or whose `forward` somebody else has replaced, stay as they are.
+    """Makes a model's layers whole, in forward passes with such a `cache`; not layers with attention of several
+    numbers, or with a `forward` that was replaced already.
 
     Args:
-        layers: what they are instances of.
+        layers: their class.
         cache: a class, with an `attend` that is an `Attend`.
         told: the keywords that are for attention alone.
     """
@@ -115,8 +115,8 @@ def split_layers(model: torch.nn.Module) -> None:
 
 @functools.cache
 def _with_code_of_its_own(forward: FunctionType) -> FunctionType:
-    """The same function. Compilers keep programs with the code, so many and no more, and layers of all classes share
-    the code that checkpoints them."""
+    """The same function with a copy of its code: compilers keep a bounded number of programs with each code, and layers
+    of all classes share the code that checkpoints them."""
     code, known, closure = forward.__code__.replace(), forward.__globals__, forward.__closure__
     made = FunctionType(code, known, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__ = forward.__kwdefaults__
