@@ -11,7 +11,7 @@ safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -229,7 +229,7 @@ class Batch:
 
     def fork(self) -> Batch | None:
         """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it."""
-        twin = next(self._beside(), None)
+        twin = self._beside()
         if twin:
             self.shared_end = twin.shared_end = self.end
             sequences = [*self._sequences[: self.rows], *twin._sequences[: self.rows]]
@@ -237,11 +237,12 @@ class Batch:
             twin.rows, twin.origin, twin.first, twin.end = self.rows, self.origin, self.first, self.end
         return twin
 
-    def _beside(self) -> Iterator[Batch]:
-        """Empty batches in other rows."""
+    def _beside(self) -> Batch | None:
+        """An empty batch in other rows, if there are any."""
         for first_row in range(0, self.kv_cache.max_sequences, self._limits.max_batch_size):
             with suppress(OutOfRowsError):
-                yield Batch(self.kv_cache, self._limits, first_row)
+                return Batch(self.kv_cache, self._limits, first_row)
+        return None
 
     def unshare(self, first: int) -> None:
         """Makes tokens from `first` on safe to write over."""

@@ -118,28 +118,21 @@ class CompiledLayerGroup(LayerGroup):
         if any(e.end != extent.end for e in others):
             raise unfinished()  # they would write as many inside of a graph, where nothing can be checked
         step = super()._open(extent, keys, values)._replace(append=self._append)
-        self._step = step
-        if self.is_reserved:
-            self._step = None  # the device may know of more tokens at any time
-        else:
-            self.tell()
+        self._step = None if self.is_reserved else step  # the device may come to know of more tokens at any time
+        self.tell()
         return step
 
     def _make_room(self, rows: int, first: int, begin: int, end: int) -> None:
         if self.has_kernels:
-            self._reserve_whole_pages(rows, first, begin, end)
+            batch = self._held()
+            with self.passes.changing(VmmkvError):
+                if batch.rows and end > batch.end:  # announced or reserved room stays
+                    batch.shrink(batch.rows, self._needed()[1], batch.end)
+                batch.reserve(rows, first, max(self._whole_pages(end), end))  # until there the host need not look
+                batch.unshare(begin)
         else:
             super()._make_room(rows, first, begin, end)
         self._tell_limit()
-
-    def _reserve_whole_pages(self, rows: int, first: int, begin: int, end: int) -> None:
-        """Makes room up to the end of a page: until then the host need not look."""
-        batch = self._held()
-        with self.passes.changing(VmmkvError):
-            if batch.rows and end > batch.end:  # announced or reserved room stays
-                batch.shrink(batch.rows, self._needed()[1], batch.end)
-            batch.reserve(rows, first, max(self._whole_pages(end), end))
-            batch.unshare(begin)
 
     def _whole_pages(self, end: int) -> int:
         """The end of the pages that `end` tokens lie in."""
