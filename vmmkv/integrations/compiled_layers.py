@@ -29,9 +29,9 @@ from transformers import PreTrainedConfig
 from ..errors import StreamCaptureError, UnsupportedError, VmmkvError
 from .attention import NAME, kernels_take, shown
 from .batch import Batch, Limits, Where
-from .layer_group import LayerGroup, Step
+from .layer_group import LayerGroup
 from .layers import VmmLayer
-from .passes import Extent, Passes, check_autograd, check_batch, unfinished
+from .passes import Extent, Passes, Step, check_autograd, check_batch, unfinished
 from .pools import Pools
 from .row_writes import write_rows
 from .whole_rows import WholeRows

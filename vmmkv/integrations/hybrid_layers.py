@@ -1,13 +1,9 @@
-"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows.
-
-The hybrid layers of transformers call their part for K and V by its class instead of `super()`, so each of their
-methods is defined anew.
-"""
+"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
@@ -22,11 +18,12 @@ INDEXED = (
 """Layers that keep the keys of an indexer, and leave all that concerns K and V to `super()`."""
 
 
-class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: ignore[no-untyped-call,override]
+class VmmHybridLayer(VmmLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call]
     """A `VmmLayer` beside the states of linear attention, `number_of_states` as transformers counts them."""
 
     device: Any = None  # of the states, as transformers sets them; the group knows those of K and V
     dtype: Any = None
+    is_croppable = LinearAttentionLayer.is_croppable
 
     def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int) -> None:
         VmmLayer.__init__(self, group, layer_idx)
@@ -39,10 +36,6 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def get_max_length(self) -> int:
-        """The largest length of K and V: states have none."""
-        return VmmLayer.get_max_length(self)
-
     def reset(self) -> None:
         """Drops all tokens, and the states that they left."""
         forget_states(self)
@@ -53,19 +46,9 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         LinearAttentionLayer.crop(self, tokens_to_remove)
         VmmLayer.crop(self, tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders K, V and states."""
-        VmmLayer.reorder_cache(self, beam_idx)
-
     def _select(self, indices: torch.Tensor) -> None:
         VmmLayer._select(self, indices)
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
-
-    def offload(self) -> NoReturn:
-        """Raises `UnsupportedError`."""
-        VmmLayer.offload(self)
-
-    prefetch = offload
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:

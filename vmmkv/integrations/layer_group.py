@@ -7,9 +7,8 @@ pass, and room for it. Later layers only write and view.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedConfig
@@ -26,42 +25,16 @@ from ..errors import (
 )
 from ..layout import KVLayout
 from .batch import Batch, Limits, Where
-from .passes import Extent, Passes, Shape, check_autograd, check_batch, check_kv, common_dtype, unfinished
+from .passes import Extent, Passes, Shape, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
 from .pools import Pools
 from .scaled_states import ScaledStates, check_quantizable
-from .spans import NAME
+from .spans import NAME, attention_of
 
 NO_ROOM = OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError, StreamCaptureError
 """Errors after which a batch is as before, also if it was about to share pages or to take another order."""
 
 _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 """Dtypes that torch does not unpickle, and the dtypes that they are pickled as."""
-
-
-class Step(NamedTuple):
-    """What the layers of a group do alike in a forward pass."""
-
-    number: int
-    """Of the pass."""
-    looks: tuple[object, ...]
-    """Shapes, dtypes and devices of K and V."""
-    held: tuple[object, ...]
-    """Of a layer before the pass: rows, first token, end and shape."""
-    skipped: int
-    """New tokens that the layer does not keep: those of a prompt in front of its window."""
-    is_alone: bool
-    """Whether the new tokens attend to the K and V that came, as they came."""
-    append: Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
-    """Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
-    new: Where
-    attended: Where
-    after: tuple[int, int, int, int]
-    """Of a layer after the pass: rows, first token, end, and the tokens that came."""
-
-
-def attention_of(config: PreTrainedConfig) -> str:
-    """The name of the attention that a model runs."""
-    return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
 class LayerGroup:

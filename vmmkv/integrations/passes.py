@@ -7,7 +7,7 @@ pass must have been equally long before it: otherwise an earlier pass has ended 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import torch
 
 from ..errors import AutogradError, DtypeError, ShapeError, UnfinishedPassError
 from ..layout import DTYPES
+from .batch import Where
 
 
 class Shape(NamedTuple):
@@ -64,6 +65,27 @@ class Extent:
     def clear(self) -> None:
         """Drops all tokens."""
         self.rows = self.first = self.end = self.expected = self.written = 0
+
+
+class Step(NamedTuple):
+    """What the layers of a group do alike in a forward pass."""
+
+    number: int
+    """Of the pass."""
+    looks: tuple[object, ...]
+    """Shapes, dtypes and devices of K and V."""
+    held: tuple[object, ...]
+    """Of a layer before the pass: rows, first token, end and shape."""
+    skipped: int
+    """New tokens that the layer does not keep: those of a prompt in front of its window."""
+    is_alone: bool
+    """Whether the new tokens attend to the K and V that came, as they came."""
+    append: Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
+    """Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
+    new: Where
+    attended: Where
+    after: tuple[int, int, int, int]
+    """Of a layer after the pass: rows, first token, end, and the tokens that came."""
 
 
 @dataclass

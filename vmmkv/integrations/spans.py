@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedAttentionError
 
 NAME = "vmmkv"
 """The `attn_implementation` that reads them."""
+
+
+def attention_of(config: PreTrainedConfig) -> str:
+    """The name of the attention that a model runs."""
+    return str(config.get_text_config(decoder=True)._attn_implementation)
+
 
 _COPIES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 _MOVE = torch.ops.aten._to_copy.default

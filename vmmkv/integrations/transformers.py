@@ -39,11 +39,11 @@ from ..pool import FramePool
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
 from .hybrid_layers import INDEXED, VmmHybridLayer, forget_states, indexed_layer
-from .layer_group import NO_ROOM, LayerGroup, attention_of
+from .layer_group import NO_ROOM, LayerGroup
 from .layers import VmmLayer
 from .passes import Passes, check_kv
 from .pools import Pools
-from .spans import NAME
+from .spans import NAME, attention_of
 
 NOT_COMPILED = {
     "moshi": "is a moshi: its masks leave out the window that its layers keep",
@@ -187,6 +187,7 @@ class VmmCache(DynamicCache):
         return layer
 
     def _tell_what_is_kept(self) -> None:
+        """Names the layers that there are no rows for."""
         kept: defaultdict[str, list[int]] = defaultdict(list)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayerMixin) and not isinstance(layer, VmmLayer):
@@ -197,19 +198,11 @@ class VmmCache(DynamicCache):
                 f"asked for compile=True; layers of these kinds cannot be read as whole rows ({names}). Make the cache "
                 "without it"
             )
+        told = "no layer of this model keeps K and V: VmmCache does what DynamicCache does"
         if kept:
-            warnings.warn(
-                f"VmmCache has no rows for layers of these kinds ({names}); their K and V stay where DynamicCache "
-                "keeps them",
-                KeptLayersWarning,
-                stacklevel=3,
-            )
-        elif not self._groups:
-            warnings.warn(
-                "no layer of this model keeps K and V: VmmCache does what DynamicCache does",
-                KeptLayersWarning,
-                stacklevel=3,
-            )
+            told = f"VmmCache has no rows for layers of these kinds ({names}); they are as in DynamicCache"
+        if kept or not self._groups:
+            warnings.warn(told, KeptLayersWarning, stacklevel=3)
 
     @property
     def is_compileable(self) -> bool:
@@ -220,8 +213,8 @@ class VmmCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the
-        tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. What
-        else models give to caches is passed over, as by `DynamicCache`.
+        tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. Other
+        arguments are ignored, as by `DynamicCache`.
 
         Raises:
             OutOfRangeError: there is no such layer.
