@@ -89,11 +89,8 @@ class LayerGroup:
         return self._extents[-1]
 
     def learn(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
-        """Makes the layout fit a layer's K and V, which are kept in `dtype`.
-
-        Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to have
-        the same shape; where one has not, or has a wider dtype, the tokens that are there move into another layout.
-        """
+        """Makes the layout fit a layer's K and V, which are kept in `dtype`. Layers still to come are taken to have the
+        same shape; where one has not, or has a wider dtype, the tokens that are there move into another layout."""
         shape = Shape.of(keys, values)
         shapes = [each.shape or shape for each in self._extents]
         shapes[extent.index] = shape
@@ -109,8 +106,8 @@ class LayerGroup:
         self.batch, self._step = batch, None
 
     def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
-        """As many layers in a record as kernels with 32-bit strides can address over the whole row; all layers in 8
-        bits, which only vmmkv's kernels read."""
+        """As many layers in a record as 32-bit strides can address over the whole row; all layers in 8 bits, which only
+        vmmkv's kernels read."""
         heads, k_head_dim, v_head_dim = zip(*shapes)
         num_layers = len(shapes)
         if kv_dtype := self._limits.kv_dtype:
@@ -125,11 +122,11 @@ class LayerGroup:
     def batch_of_first(self, num_layers: int) -> Batch | None:
         """A batch with room for the first layers alone, and their tokens; None if they have none yet."""
         known = {extent.index: extent.shape for extent in self._extents[:num_layers] if extent.shape}
-        if self.batch is None or self.states_dtype is None or not known or num_layers == self.num_layers:
-            return self.batch if known else None
+        if not (self.batch and self.states_dtype and known):
+            return None
         guess = next(iter(known.values()))
         layout = self._layout([known.get(index, guess) for index in range(num_layers)], self.states_dtype)
-        return self.batch.copy(layout, known, self.batch.kv_cache.pool)
+        return self.batch if num_layers == self.num_layers else self.batch.copy(layout, known, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
         """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
@@ -307,10 +304,8 @@ class LayerGroup:
         return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
 
     def share_prompts(self) -> None:
-        """Has neighbouring rows that hold the same bytes share pages, after a pass of more than a page of tokens.
-
-        It comes before the next pass: then all layers have written, and beams have been put into order.
-        """
+        """Has neighbouring rows that hold the same bytes share pages, after a pass of more than a page of tokens, and
+        before the next one: then all layers have written, and beams have been put into order."""
         batch, newest, self._newest = self._held(), self._newest, 0
         if batch.rows < 2 or newest <= batch.page_tokens:
             return
@@ -322,8 +317,7 @@ class LayerGroup:
 
     def show(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens that a layer holds, to read and, unless they are `ScaledStates`, to write: rows share
-        no pages until there are no tokens.
-        """
+        no pages until there are no tokens."""
         batch = self._held()
         if not self.is_scaled:
             self._is_shown, self._step = True, None

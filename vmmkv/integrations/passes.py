@@ -114,11 +114,7 @@ class Passes:
 
     @contextmanager
     def changing(self, *harmless: type[Exception]) -> Iterator[None]:
-        """Refuses all passes until `reset()` if what is done inside does not come to its end.
-
-        Args:
-            harmless: errors after which everything is as before.
-        """
+        """Refuses all passes until `reset()` if the change inside ends early, unless by an error that is `harmless`."""
         if self.is_broken:
             raise unfinished()
         self.is_broken = True
