@@ -12,7 +12,7 @@ on `PreTrainedModel.get_correct_attn_implementation`, which asks for the attenti
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -40,6 +40,8 @@ NOT_ABOUT_ATTENTION = frozenset({
 })  # fmt: skip
 """Keywords that models hand down to all that they call."""
 
+IGNORED = LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION
+
 COMPUTES_ITSELF = frozenset({
     # with masks
     "axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "nllb-moe",
@@ -50,6 +52,21 @@ COMPUTES_ITSELF = frozenset({
 """Models that do more with masks, K or V than to hand them to their attention. Of masks others are refused, too."""
 
 logger = logging.get_logger(__name__)
+
+
+class Asked(NamedTuple):
+    """The arguments of `attend`, without its mask."""
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dropout: float
+    scaling: float | None
+    instructions: dict[str, Any]
+    """The keywords that say something beside the mask."""
+    kwargs: dict[str, Any]
+    """All keywords."""
 
 
 def attend(
@@ -77,9 +94,7 @@ def attend(
     rows = key if isinstance(key, WholeRows) else None
     key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
     instructions = {
-        name: told
-        for name, told in kwargs.items()
-        if not (told is None or told is False or name in LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION)
+        name: told for name, told in kwargs.items() if not (told is None or told is False or name in IGNORED)
     }
     spans = attention_mask if isinstance(attention_mask, Spans) else None
     if spans is not None and rows is not None and rows.window and not 0 < spans.window <= rows.window:
@@ -87,20 +102,21 @@ def attend(
             f"got a mask with a window of {spans.window or 'all tokens'} for a layer that keeps {rows.window}: "
             f"{type(module).__name__} needs a VmmCache made without compile=True"
         )
-    lacking = _lacking(query, key, value, dropout, scaling, instructions)
+    asked = Asked(module, query, key, value, dropout, scaling, instructions, kwargs)
+    lacking = _lacking(asked)
     if spans is not None and not lacking:
-        lacking = _differing(spans, query, key, kwargs.get("sliding_window"))
+        lacking = _differing(spans, asked)
     if lacking:
         warn(lacking)
     elif spans is not None:
-        return _attend_with_kernels(query, key, value, spans, scaling, **instructions)
+        return _attend_with_kernels(asked, spans)
     mask = _as_bias(attention_mask, query.dtype)
     if rows is not None:
         seen = _seen_tokens(mask, rows, query.shape[2])
-        key, value, mask = key[:, :, seen], value[:, :, seen], _of_seen(mask, seen)
+        mask, asked = _of_seen(mask, seen), asked._replace(key=key[:, :, seen], value=value[:, :, seen])
         if "position_bias" in instructions:
             instructions["position_bias"] = _of_seen(instructions["position_bias"], seen)
-    return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, instructions, kwargs)
+    return _attend_without_kernels(asked, mask)
 
 
 def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -115,15 +131,9 @@ def shown(key: torch.Tensor, value: torch.Tensor) -> str:
     return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
 
 
-def _lacking(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    instructions: dict[str, Any],
-) -> str | None:
+def _lacking(asked: Asked) -> str | None:
     """The first thing asked for that the kernels cannot do; None if they can do all of it."""
+    _, query, key, value, dropout, scaling, instructions, _ = asked
     if not kernels_take(key, value):
         return shown(key, value)
     if query.dtype != key.dtype:
@@ -143,9 +153,10 @@ def _lacking(
     return f"the keyword {', '.join(others)}" if others else None
 
 
-def _differing(spans: Spans, query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+def _differing(spans: Spans, asked: Asked) -> str | None:
     """What the mask says otherwise than the module that it is given to; None if they agree."""
-    if spans.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
+    query, window = asked.query, asked.kwargs.get("sliding_window")
+    if spans.shape != (query.shape[0], 1, query.shape[2], asked.key.shape[2]):
         return "masks of another shape than queries and keys"
     if window is not None and window != spans.window:
         return f"a window of {window} with a mask whose window is {spans.window or 'all tokens'}"
@@ -156,15 +167,9 @@ def _is_plain(number: object) -> bool:
     return number is None or isinstance(number, int | float)
 
 
-def _attend_with_kernels(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: Spans,
-    scaling: float | None,
-    softcap: float = 0.0,
-    s_aux: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+def _attend_with_kernels(asked: Asked, spans: Spans) -> tuple[torch.Tensor, None]:
+    _, query, key, value, _, scaling, instructions, _ = asked
+    sinks = instructions.get("s_aux")
     batch_size, num_heads, q_length, head_dim = query.shape
     scales: dict[str, torch.Tensor] = {}
     if isinstance(key, ScaledStates) and isinstance(value, ScaledStates):
@@ -173,10 +178,10 @@ def _attend_with_kernels(
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     options = {
         "starts": spans.first,
-        "sinks": None if s_aux is None else s_aux.float().contiguous(),
+        "sinks": None if sinks is None else sinks.float().contiguous(),
         "scale": scaling,
         "window": spans.window,
-        "softcap": softcap,
+        "softcap": instructions.get("softcap", 0.0),
         **scales,
     }
     if q_length <= MAX_QUERIES:
@@ -186,18 +191,9 @@ def _attend_with_kernels(
     return output.view(batch_size, q_length, num_heads, head_dim), None
 
 
-def _attend_without_kernels(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    instructions: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_without_kernels(asked: Asked, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SDPA, or, with what SDPA does not know, the model's own eager attention."""
+    module, query, key, value, dropout, scaling, instructions, kwargs = asked
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and is_causal:

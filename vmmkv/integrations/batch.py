@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +27,24 @@ from ..layout import KVLayout
 from ..pool import FramePool
 from ..sequence import Sequence
 from .row_writes import RowWriter
-from .scaled_states import write_quantized
+from .scaled_states import check_quantizable, write_quantized
 
 MAX_BATCHES = 8
 """Batches that share the rows of a `KVCache`, and with them pages."""
 MAX_ADDRESSES = ADDRESS_LIMIT // 8
 """Bytes of addresses that all of them take together, unless one alone takes more."""
+
+
+class Shape(NamedTuple):
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        return cls(keys.shape[1], keys.shape[3], values.shape[3])
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,20 @@ class Limits:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
             if (size := getattr(self, name)) is not None or least:
                 object.__setattr__(self, name, check_size(name, size, least))
+
+    def layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
+        """As many layers in a record as 32-bit strides can address over the whole row; all layers in 8 bits, which only
+        vmmkv's kernels read."""
+        heads, k_head_dim, v_head_dim = zip(*shapes)
+        num_layers = len(shapes)
+        if self.kv_dtype:
+            check_quantizable(dtype, self.kv_dtype)
+            return KVLayout(num_layers, heads, k_head_dim, self.kv_dtype, v_head_dim, scales="token_head")
+        for ranges in range(1, num_layers + 1):
+            layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
+            if self.max_seq_len <= layout.int32_token_limit:
+                break
+        return layout
 
 
 Where = tuple[slice, slice, slice]

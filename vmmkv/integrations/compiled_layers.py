@@ -10,6 +10,8 @@ transformers asks, outside of the graph, how long its mask must be: that announc
 for it. A compiled write takes the announcement of its layer, and the host counts its tokens afterwards. Without an
 announcement it is refused, unless the user has reserved room.
 
+Of transformers it depends on `get_mask_sizes`, which `generate` calls before each compiled pass, outside of the graph.
+
 Invariants:
  1. The host knows each layer's length exactly and tells the device before the two may differ in use: after a pass that
     was announced and not counted, say. Once room was reserved the device knows it, and the host asks.

@@ -1,12 +1,23 @@
-"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows."""
+"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows.
+
+It depends on the kinds of layers that `DynamicCache` makes, and on how these divide their methods between K and V and
+the rest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .layer_group import LayerGroup
 from .layers import VmmLayer
@@ -49,6 +60,23 @@ class VmmHybridLayer(VmmLayer, LinearAttentionAndFullAttentionLayer):  # type: i
     def _select(self, indices: torch.Tensor) -> None:
         VmmLayer._select(self, indices)
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+
+
+def layer_on_rows(layer: Any, layer_idx: int, group: Callable[[int | None], LayerGroup]) -> VmmLayer | None:
+    """The layer on rows that takes the place of a layer of transformers; None for a kind that is not known.
+
+    Args:
+        group: finds the group for layers of a window.
+    """
+    kind: Any = type(layer)  # exactly: a subclass may keep, or do, more than is known here
+    window = getattr(layer, "sliding_window", None)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        return VmmLayer(group(window), layer_idx)
+    if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+        return VmmHybridLayer(group(window), layer_idx, layer.number_of_states)
+    if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
+        return indexed_layer(kind)(group(None), layer_idx)
+    return None
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:

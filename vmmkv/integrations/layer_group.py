@@ -23,11 +23,10 @@ from ..errors import (
     StreamCaptureError,
     VmmkvError,
 )
-from ..layout import KVLayout
-from .batch import Batch, Limits, Where
-from .passes import Extent, Passes, Shape, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
+from .batch import Batch, Limits, Shape, Where
+from .passes import Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
 from .pools import Pools
-from .scaled_states import ScaledStates, check_quantizable
+from .scaled_states import ScaledStates
 from .spans import NAME, attention_of
 
 NO_ROOM = OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError, StreamCaptureError
@@ -95,8 +94,8 @@ class LayerGroup:
         shapes = [each.shape or shape for each in self._extents]
         shapes[extent.index] = shape
         if self.batch is None:
-            self.set_batch(Batch.open(self._layout(shapes, dtype), self._limits, self._pools.on(keys.device)))
-        elif (layout := self._layout(shapes, dtype)) != self.batch.kv_cache.layout:
+            self.set_batch(Batch.open(self._limits.layout(shapes, dtype), self._limits, self._pools.on(keys.device)))
+        elif (layout := self._limits.layout(shapes, dtype)) != self.batch.kv_cache.layout:
             known = [each.index for each in self._extents if each.shape and each is not extent]
             self.set_batch(self.batch.copy(layout, known, self.batch.kv_cache.pool))
         extent.shape, self.states_dtype = shape, dtype
@@ -105,27 +104,13 @@ class LayerGroup:
         """Takes up another batch, which holds the same tokens."""
         self.batch, self._step = batch, None
 
-    def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
-        """As many layers in a record as 32-bit strides can address over the whole row; all layers in 8 bits, which only
-        vmmkv's kernels read."""
-        heads, k_head_dim, v_head_dim = zip(*shapes)
-        num_layers = len(shapes)
-        if kv_dtype := self._limits.kv_dtype:
-            check_quantizable(dtype, kv_dtype)
-            return KVLayout(num_layers, heads, k_head_dim, kv_dtype, v_head_dim, scales="token_head")
-        for ranges in range(1, num_layers + 1):
-            layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
-            if self.max_seq_len <= layout.int32_token_limit:
-                break
-        return layout
-
     def batch_of_first(self, num_layers: int) -> Batch | None:
         """A batch with room for the first layers alone, and their tokens; None if they have none yet."""
         known = {extent.index: extent.shape for extent in self._extents[:num_layers] if extent.shape}
         if not (self.batch and self.states_dtype and known):
             return None
         guess = next(iter(known.values()))
-        layout = self._layout([known.get(index, guess) for index in range(num_layers)], self.states_dtype)
+        layout = self._limits.layout([known.get(index, guess) for index in range(num_layers)], self.states_dtype)
         return self.batch if num_layers == self.num_layers else self.batch.copy(layout, known, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:

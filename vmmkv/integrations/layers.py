@@ -1,7 +1,8 @@
 """The layers of a `VmmCache`: what transformers asks of a layer, on a layer group.
 
 To transformers a layer is a `DynamicLayer`, with or without a sliding window, on which layers that keep more than K and
-V can be put; but all that deals with K and V is defined anew.
+V can be put; but all that deals with K and V is defined anew. It depends on the names of these methods and attributes,
+and on layers that write once in each forward pass, in the order of their numbers.
 """
 
 from __future__ import annotations

@@ -16,19 +16,7 @@ import torch
 
 from ..errors import AutogradError, DtypeError, ShapeError, UnfinishedPassError
 from ..layout import DTYPES
-from .batch import Where
-
-
-class Shape(NamedTuple):
-    """What one layer keeps of a token."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        return cls(keys.shape[1], keys.shape[3], values.shape[3])
+from .batch import Shape, Where
 
 
 @dataclass(eq=False)

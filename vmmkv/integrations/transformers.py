@@ -1,7 +1,8 @@
 """A Hugging Face cache that grows in place: `generate(..., cache=VmmCache(...))`.
 
-`DynamicCache` writes all of K and V anew for each token. Here a token is written where it stays, and attention
-reads a strided view of the rows.
+`DynamicCache` writes all of K and V anew for each token. Here a token is written where it stays, and attention reads a
+strided view of the rows. Of transformers it depends on `DynamicCache`, which chooses a kind of layer for each layer of
+a config, and on the methods of a cache that `generate` and models call.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -38,7 +37,7 @@ from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
-from .hybrid_layers import INDEXED, VmmHybridLayer, forget_states, indexed_layer
+from .hybrid_layers import forget_states, layer_on_rows
 from .layer_group import NO_ROOM, LayerGroup
 from .layers import VmmLayer
 from .passes import Passes, check_kv
@@ -168,23 +167,13 @@ class VmmCache(DynamicCache):
         return found
 
     def _with_rows(self, layer: Any, layer_idx: int) -> Any:
-        """The layer on rows that takes the place of a layer of transformers, or that layer where there is no such kind.
-
-        By exact type: a subclass may keep, or do, more than is known here.
-        """
-        kind: Any = type(layer)
-        window = getattr(layer, "sliding_window", None)
-        if kind in (DynamicLayer, DynamicSlidingWindowLayer):
-            if self._is_compiled:
-                return VmmCompiledLayer(cast(Any, self._groups), self._group(window), layer_idx)
-            return VmmLayer(self._group(window), layer_idx)
-        if self._is_compiled:
+        """The layer on rows that takes the place of a layer of transformers, or that layer."""
+        if not self._is_compiled:
+            return layer_on_rows(layer, layer_idx, self._group) or layer
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return layer
-        if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-            return VmmHybridLayer(self._group(window), layer_idx, layer.number_of_states)
-        if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
-            return indexed_layer(kind)(self._group(None), layer_idx)
-        return layer
+        group = self._group(getattr(layer, "sliding_window", None))
+        return VmmCompiledLayer(cast(Any, self._groups), group, layer_idx)
 
     def _tell_what_is_kept(self) -> None:
         """Names the layers that there are no rows for."""
@@ -241,7 +230,7 @@ class VmmCache(DynamicCache):
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
         """Moves a layer without tokens, and all layers behind it, to the device of its K and V: models are cut into
-        runs of layers, and the first K and V of a run tell where it is."""
+        runs of layers."""
         here = layer.group.device
         if here is not None and here != device and not layer.is_initialized:
             groups = [group for group in self._groups if group.window == layer.group.window]
@@ -284,13 +273,13 @@ class VmmCache(DynamicCache):
 
     @property
     def kv_caches(self) -> list[KVCache]:
-        """What K and V lie in, for accounting: a `KVCache` for full attention, and one for each window, on each device.
-        Those of layers that nothing was written to are missing."""
+        """The caches of K and V, for accounting: one for full attention, and one for each window, on each device; none
+        for layers that nothing was written to."""
         return [group.batch.kv_cache for group in self._groups if group.batch]
 
     @property
     def pools(self) -> list[FramePool]:
-        """The memory that the `kv_caches` share, on each device one: for statistics, `set_limit()` and `trim()`."""
+        """The memory of the `kv_caches`, one pool on each device: for statistics, `set_limit()` and `trim()`."""
         return list(dict.fromkeys(kv_cache.pool for kv_cache in self.kv_caches))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -397,16 +386,16 @@ class VmmCache(DynamicCache):
 
 
 def _made_without(config: object, max_seq_len: object) -> ArgumentError:
-    """What to raise where a cache is made as only a `DynamicCache` can be."""
+    """The error for a cache that is made as only a `DynamicCache` can be."""
     return ArgumentError(
         f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
-        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. What makes caches of the same "
-        "type by itself (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it "
-        "a DynamicCache"
+        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. Code that makes caches of the "
+        "same type (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it a "
+        "DynamicCache"
     )
 
 
 def _as_index(indices: object) -> torch.Tensor:
-    """What names, or marks, sequences, as torch takes it."""
+    """An index that names, or marks, sequences, as torch takes it."""
     index = torch.as_tensor(indices)
     return index if index.numel() else index.long()
