@@ -261,62 +261,6 @@ def check_same_state(cache: VmmCache, reference: DynamicCache) -> None:
             assert layer.values is None
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_random_operations(seed: int, device: str, mixed_config: PreTrainedConfig) -> None:
-    random = np.random.default_rng(seed)
-    recording, looking = seed % 2 == 0, seed % 4 < 2
-    cache, reference = vmm_cache(mixed_config, device, max_batch_size=8), DynamicCache(config=mixed_config)
-    rows, newest = 2, 0  # newest: tokens since the last crop, all of which a recording cache can drop
-    others: list[tuple[VmmCache, DynamicCache, int, int]] = []
-    if recording:
-        for each in (cache, reference):
-            each.activate_past_recording()
-    for _ in range(50):
-        length = reference.get_seq_length()
-        operation = random.choice(["forward"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "return", "reset"])
-        if operation == "reset" or length > 150:
-            cache.reset()
-            reference = DynamicCache(config=mixed_config)  # 5.17 zeroes it, but keeps its length
-            if recording:
-                reference.activate_past_recording()
-            rows, newest = int(random.integers(1, 4)), 0
-        elif operation == "forward" or not length:
-            tokens = int(random.integers(1, 13))
-            forward(device, rows, tokens, cache, reference)
-            newest += tokens
-        elif operation == "crop" and (recording or length < WINDOW):
-            dropped = int(random.integers(0, (newest if recording else length) + 1))
-            for each in (cache, reference):
-                each.crop(-dropped)
-            newest = 0
-        elif operation == "reorder":
-            beams = torch.from_numpy(random.integers(0, rows, rows)).to(device)
-            for each in (cache, reference):
-                each.reorder_cache(beams)
-        elif operation == "repeat" and rows <= 4:
-            for each in (cache, reference):
-                each.batch_repeat_interleave(2)
-            rows *= 2
-        elif operation == "select":
-            kept = torch.from_numpy(random.permutation(rows)[: random.integers(1, rows + 1)]).to(device)
-            for each in (cache, reference):
-                each.batch_select_indices(kept)
-            rows = len(kept)
-        elif operation == "copy":
-            others = [*others[-5:], (cache, reference, rows, newest)]
-            cache, reference = copy.deepcopy(cache), copy.deepcopy(reference)
-        elif operation == "return" and others:
-            others.append((cache, reference, rows, newest))
-            cache, reference, rows, newest = others.pop(int(random.integers(len(others))))
-        if looking:
-            check_same_state(cache, reference)
-        for kv_cache in cache.kv_caches:
-            kv_cache.check()
-    check_same_state(cache, reference)
-    for other, expected, *_ in others:
-        check_same_state(other, expected)
-
-
 def test_tokens_from_anywhere(device: str, mixed_config: PreTrainedConfig) -> None:
     """Whether they lie as the last ones did, apart, or where no kernel can read whole vectors."""
     cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
@@ -330,14 +274,6 @@ def test_tokens_from_anywhere(device: str, mixed_config: PreTrainedConfig) -> No
             k, v = memory.transpose(2, 3)
             kept, expected = cache.update(k, v, layer), reference.update(k, v, layer)
             assert all(map(torch.equal, kept, expected))
-
-
-def test_selection_by_a_mask(device: str, mixed_config: PreTrainedConfig) -> None:
-    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
-    forward(device, 3, 10, cache, reference)
-    for each in (cache, reference):
-        each.batch_select_indices(torch.tensor([True, False, True], device=device))
-    check_same_state(cache, reference)
 
 
 def test_keys_and_values_are_live_views(device: str, mixed_config: PreTrainedConfig) -> None:

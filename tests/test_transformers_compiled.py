@@ -341,9 +341,10 @@ class Pair:
 @pytest.mark.parametrize(("compile", "width"), [(False, 64), (True, 64), (True, 8)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, compile: bool, width: int, device: str) -> None:
-    """Some of the layers, with and without a mask, in graphs and outside of them."""
+    """Some of the layers, with and without a mask, in graphs and outside of them; copies hold what they held."""
     random = np.random.default_rng(seed)
     pair = Pair(compile, width, device, random, recording=seed % 3 == 0)
+    looking, others = seed % 2 == 0, []
     operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
     operations += ["graph"] * 4 + ["reserve"] if pair.has_whole_rows else []
     for _ in range(60):
@@ -376,8 +377,14 @@ def test_random_operations(seed: int, compile: bool, width: int, device: str) ->
             pair.both("batch_select_indices", torch.from_numpy(kept).to(device))
             pair.rows = len(kept)
         elif operation == "copy":
-            pair.cache = copy.deepcopy(pair.cache)
-        pair.check()
+            others = [*others[-5:], copy.copy(pair)]
+            pair.cache, pair.reference = copy.deepcopy(pair.cache), copy.deepcopy(pair.reference)
+            if random.integers(2):
+                pair, others[-1] = others[-1], pair
+        if looking:
+            pair.check()
+    for each in (pair, *others):
+        each.check()
 
 
 # ---------------------------------------------------------------------- one graph

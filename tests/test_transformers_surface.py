@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
 from vmmkv.driver.driver import open_driver
-from vmmkv.integrations.batch import Batch, Limits
+from vmmkv.integrations.batch import Batch
 from vmmkv.integrations.layers import VmmLayer
 from vmmkv.integrations.transformers import VmmCache
 
@@ -871,13 +871,3 @@ def test_a_model_on_two_gpus(name: str) -> None:
         assert {kv_cache.device.index for kv_cache in cache.kv_caches} == {0, 1}
         assert pickle.loads(pickle.dumps(cache)).get_seq_length() == cache.get_seq_length()
         cache.reset()
-
-
-def test_a_batch_that_loses_its_rows_is_as_new() -> None:
-    pool = vmmkv.FramePool("1MiB", device="cpu", page_size=4096)
-    batch = Batch.open(vmmkv.KVLayout(1, 2, 64, torch.float32), Limits(max_seq_len=64, max_batch_size=2), pool)
-    batch.reserve(2, 0, 40)
-    batch.shrink(0, 30, 40)
-    assert (batch.rows, batch.origin, batch.first, batch.end) == (0, 0, 0, 0)
-    batch.reserve(1, 0, 5)
-    assert (batch.rows, batch.first, batch.end) == (1, 0, 5)
