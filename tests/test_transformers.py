@@ -443,9 +443,13 @@ def test_reset_and_trim_return_everything(device: str, mixed_config: PreTrainedC
     forward(device, 5, 20, cache)
 
 
-def test_the_end_of_a_cache_returns_everything(device: str, mixed_config: PreTrainedConfig, drivers) -> None:
+@pytest.mark.usefixtures("kernels_for_all")
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_end_of_a_cache_returns_everything(
+    compile: bool, device: str, mixed_config: PreTrainedConfig, drivers
+) -> None:
     """As soon as the mapper has made the change that it is at, and without the help of the cycle collector."""
-    cache = vmm_cache(mixed_config, device, lookahead=16)
+    cache = vmm_cache(mixed_config, device, lookahead=16, compile=compile)
     forward(device, 3, 30, cache)
     twin = copy.deepcopy(cache)
     cache.layers[0].keys.zero_()

@@ -119,7 +119,7 @@ class CompiledLayerGroup(LayerGroup):
         others = [e for e in self.passes.extents if e.rows and e.expected == keys.shape[2]]
         if any(e.end != extent.end for e in others):
             raise unfinished()  # they would write as many inside of a graph, where nothing can be checked
-        step = super()._open(extent, keys, values)._replace(append=self._append)
+        step = super()._open(extent, keys, values)
         self._step = None if self.is_reserved else step  # the device may come to know of more tokens at any time
         self.tell()
         return step

@@ -24,7 +24,7 @@ from ..errors import (
     VmmkvError,
 )
 from .batch import Batch, Limits, Shape, Where
-from .passes import Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
+from .passes import Append, Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
 from .pools import Pools
 from .scaled_states import ScaledStates
 from .spans import NAME, attention_of
@@ -46,6 +46,9 @@ class LayerGroup:
         window: tokens that a token attends to, itself included; None: all.
         config: of a model whose K and V are kept in 8 bits: it says which attention reads them.
     """
+
+    _append: Append | None = None
+    """A method that appends in the place of the batch's."""
 
     def __init__(
         self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
@@ -148,7 +151,8 @@ class LayerGroup:
         new_keys, new_values = keys, values
         if step.skipped:
             new_keys, new_values = keys[:, :, step.skipped :], values[:, :, step.skipped :]
-        states = step.append(extent.index, new_keys, new_values, step.new, step.attended)
+        append = self._append or step.batch.append
+        states = append(extent.index, new_keys, new_values, step.new, step.attended)
         # In one line, of which an interrupt leaves no half.
         extent.rows, extent.first, extent.end, extent.newest, passes.last_layer = *step.after, extent.layer_idx
         if step.is_alone:
@@ -186,7 +190,7 @@ class LayerGroup:
             (extent.rows, extent.first, extent.end, extent.shape),
             skipped,
             drops or (self.is_scaled and not extent.rows),
-            batch.append,
+            batch,
             batch.where(rows, begin + skipped, end),
             batch.where(rows, max(visible, first), end),
             (rows, first if extent.keeps_past else max(first, extent.first_visible(end)), end, tokens),

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import AutogradError, DtypeError, ShapeError, UnfinishedPassError
 from ..layout import DTYPES
-from .batch import Shape, Where
+from .batch import Batch, Shape, Where
 
 
 @dataclass(eq=False)
@@ -55,6 +55,10 @@ class Extent:
         self.rows = self.first = self.end = self.expected = self.written = 0
 
 
+Append = Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
+"""Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
+
+
 class Step(NamedTuple):
     """What the layers of a group do alike in a forward pass."""
 
@@ -68,8 +72,7 @@ class Step(NamedTuple):
     """New tokens that the layer does not keep: those of a prompt in front of its window."""
     is_alone: bool
     """Whether the new tokens attend to the K and V that came, as they came."""
-    append: Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
-    """Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
+    batch: Batch
     new: Where
     attended: Where
     after: tuple[int, int, int, int]
