@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..errors import StreamCaptureError
 from ..kernels import append
@@ -26,14 +27,12 @@ class RowWriter:
         scales: none, or those of K and of V, as in `append`, where rows are of 8 bits.
     """
 
-    def __init__(
-        self, k_rows: torch.Tensor, v_rows: torch.Tensor, row_numbers: torch.Tensor, *scales: torch.Tensor
-    ) -> None:
+    def __init__(self, k_rows: Tensor, v_rows: Tensor, row_numbers: Tensor, *scales: Tensor) -> None:
         self._places, self._scales = (k_rows, v_rows, row_numbers), scales
         self._looks: tuple[object, ...] = ()
         self._append: Callable[[int, int, int], None]
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor) -> bool:
+    def write(self, keys: Tensor, values: Tensor, starts: Tensor) -> bool:
         """Writes K and V, and returns True; False where the kernel cannot read them as they lie.
 
         Args:
@@ -62,7 +61,7 @@ class RowWriter:
         return True
 
 
-def can_append(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def can_append(keys: Tensor, values: Tensor) -> bool:
     """Whether the kernel takes K and V like these: on a GPU, in whole vectors."""
     k, v = keys.stride(), values.stride()
     # A bit that any of these has is a bit of what they are or-ed to: one division instead of eight.
@@ -72,13 +71,7 @@ def can_append(keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def write_rows(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    row_numbers: torch.Tensor,
-    lengths: torch.Tensor,
-    limit: torch.Tensor,
+    keys: Tensor, values: Tensor, k_rows: Tensor, v_rows: Tensor, row_numbers: Tensor, lengths: Tensor, limit: Tensor
 ) -> None:
     """Writes K and V behind the `lengths` tokens of each row, int32 `[batch_size]`, and counts them there. A token
     behind `limit`, int32 `[1]`, is an error on the CPU; on a GPU the device stops."""
@@ -103,9 +96,7 @@ def write_rows(
 torch.library.custom_op("vmmkv::write_rows", write_rows, mutates_args=("k_rows", "v_rows", "lengths"))
 
 
-def _one_after_another(
-    keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _one_after_another(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """K and V, `[tokens, num_kv_heads, head_dim]`, and where each sequence's begin, unless they have one each."""
     batch_size, num_kv_heads, tokens, head_dim = keys.shape
     if tokens == 1:
@@ -115,6 +106,6 @@ def _one_after_another(
     return k, v, even_cu_seqlens(batch_size, tokens, keys.device)
 
 
-def even_cu_seqlens(batch_size: int, tokens: int, device: torch.device) -> torch.Tensor:
+def even_cu_seqlens(batch_size: int, tokens: int, device: torch.device) -> Tensor:
     """Where equally long sequences begin, int32 `[batch_size + 1]`."""
     return torch.arange(0, batch_size * tokens + 1, tokens, dtype=torch.int32, device=device)

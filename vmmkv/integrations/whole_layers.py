@@ -15,6 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._dynamo.decorators import skip
 
 from .left_to_attention import CACHE, LeftToAttention
@@ -47,33 +48,21 @@ INSIDE = Inside()
 
 
 def attend_inside(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
     """Attention of the layer that was entered, `[1, tokens, heads, v_head_dim]`; an operation where it is compiled."""
     run = _operation if torch.compiler.is_compiling() else _attend
-    output: torch.Tensor = run(query, key, value, sinks, scale, softcap, window)
+    output: Tensor = run(query, key, value, sinks, scale, softcap, window)
     return output
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, softcap: float, window: int | None
+) -> Tensor:
     entered = _thread.entered
     assert entered is not None
     told = entered.told | {"sliding_window": window}
-    output: torch.Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
+    output: Tensor = entered.attend(entered.number, query, key, value, told, scale, softcap, sinks)
     return output.contiguous()
 
 
@@ -81,7 +70,7 @@ _operation = torch.library.custom_op("vmmkv::attend_inside", _attend, mutates_ar
 
 
 @_operation.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
