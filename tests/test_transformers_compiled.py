@@ -780,8 +780,9 @@ def test_without_kernels_nothing_is_compiled(name: str, device: str) -> None:
     cache = vmm_cache(model.config, device, compile=True)
     step, generated = torch.compile(model, backend="eager"), [tokens]
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="works uncompiled.*no kernels for heads of (8|16) "):
+        with pytest.warns(UserWarning, match="works uncompiled.*no kernels for heads of (8|16) ") as caught:
             logits = step(tokens, past_key_values=cache).logits
+        assert sum("works uncompiled" in str(warning.message) for warning in caught) == 1
         for _ in range(NEW - 1):
             generated.append(logits[:, -1:].argmax(-1))
             logits = step(generated[-1], past_key_values=cache).logits

@@ -67,8 +67,11 @@ class CompiledLayerGroup(LayerGroup):
 
     def learn(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
         super().learn(extent, keys, values, dtype)
-        if self.has_kernels and not kernels_take(keys, values):
-            self.has_kernels = False
+        if kernels_take(keys, values):
+            return
+        self.has_kernels = False
+        if not self.passes.is_uncompiled:
+            self.passes.is_uncompiled = True
             warnings.warn(
                 f'VmmCache(compile=True) works uncompiled: attn_implementation="{NAME}" has no kernels for '
                 f"{shown(keys, values)}",

@@ -84,6 +84,7 @@ class Passes:
     """The forward passes of a cache, over all of its layers."""
 
     number: int = 0
+    """Of the pass."""
     last_layer: int = -1
     """The number of the layer that has written last in this pass; -1 before the first."""
     is_broken: bool = False
@@ -92,6 +93,8 @@ class Passes:
     """How long layers were before this pass, by the tokens that they got in it."""
     extents: list[Extent] = field(default_factory=list)
     """Of a cache made with `compile=True`: those of all layers."""
+    is_uncompiled: bool = False
+    """Of such a cache: whether a warning has said that nothing is compiled."""
 
     def start_over(self) -> None:
         """Has the next layer that writes begin a pass."""
@@ -118,7 +121,7 @@ class Passes:
 
 
 def unfinished() -> UnfinishedPassError:
-    """What to raise where layers are out of step."""
+    """The error for layers that are out of step."""
     return UnfinishedPassError(
         "a forward pass, or a change of the batch, ended in the middle: it has reached some layers and others not. "
         "Call reset() and start over"
