@@ -13,7 +13,7 @@ from parity import reference_kernels
 from tiny_models import VOCABULARY
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-from vmmkv.integrations import attention, compiled_group
+from vmmkv.integrations import attention, compiled_layers
 from vmmkv.integrations.transformers import VmmCache
 
 NEW = 16
@@ -89,7 +89,7 @@ def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(name="kernels_for_all")
 def _kernels_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """`VmmCache(compile=True)` takes it that there are kernels for any K and V: for tests in which nothing attends."""
-    monkeypatch.setattr(compiled_group, "kernels_take", lambda *_: True)
+    monkeypatch.setattr(compiled_layers, "kernels_take", lambda *_: True)
 
 
 @torch.library.custom_op("vmmkv_tests::decode", mutates_args=())

@@ -34,7 +34,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
+    MoshiConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    ProphetNetConfig,
 )
 
 import vmmkv
@@ -338,9 +341,10 @@ class Pair:
 @pytest.mark.parametrize(("compile", "width"), [(False, 64), (True, 64), (True, 8)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, compile: bool, width: int, device: str) -> None:
-    """Some of the layers, with and without a mask, in graphs and outside of them."""
+    """Some of the layers, with and without a mask, in graphs and outside of them; copies hold what they held."""
     random = np.random.default_rng(seed)
     pair = Pair(compile, width, device, random, recording=seed % 3 == 0)
+    looking, others = seed % 2 == 0, []
     operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
     operations += ["graph"] * 4 + ["reserve"] if pair.has_whole_rows else []
     for _ in range(60):
@@ -373,8 +377,14 @@ def test_random_operations(seed: int, compile: bool, width: int, device: str) ->
             pair.both("batch_select_indices", torch.from_numpy(kept).to(device))
             pair.rows = len(kept)
         elif operation == "copy":
-            pair.cache = copy.deepcopy(pair.cache)
-        pair.check()
+            others = [*others[-5:], copy.copy(pair)]
+            pair.cache, pair.reference = copy.deepcopy(pair.cache), copy.deepcopy(pair.reference)
+            if random.integers(2):
+                pair, others[-1] = others[-1], pair
+        if looking:
+            pair.check()
+    for each in (pair, *others):
+        each.check()
 
 
 # ---------------------------------------------------------------------- one graph
@@ -741,6 +751,25 @@ def test_other_attention_is_refused(name: str | None) -> None:
             VmmCache(config, 100, compile=True)
 
 
+@pytest.mark.parametrize("config", [MoshiConfig, ProphetNetConfig])
+def test_models_whose_own_code_reads_whole_rows_are_refused(config: type[PreTrainedConfig]) -> None:
+    with pytest.raises(vmmkv.UnsupportedError, match=f"is a {config.model_type}.*without it"):
+        VmmCache(config(attn_implementation="vmmkv"), 100, compile=True)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_mask_without_the_window_of_its_layer_is_refused(device: str) -> None:
+    """The layer gives back what lies before its window."""
+    model = copy.deepcopy(tiny_model("mistral-wide", "vmmkv", device))
+    tokens = random_tokens(model, 1, 13)
+    cache = vmm_cache(model.config, device, compile=True)
+    model.config.sliding_window = None
+    with torch.no_grad():
+        model(tokens[:, :12], past_key_values=cache)
+        with pytest.raises(vmmkv.UnsupportedAttentionError, match=f"window of all tokens.*keeps {WINDOW}"):
+            model(tokens[:, 12:], past_key_values=cache)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4"])
 def test_without_kernels_nothing_is_compiled(name: str, device: str) -> None:
@@ -751,8 +780,9 @@ def test_without_kernels_nothing_is_compiled(name: str, device: str) -> None:
     cache = vmm_cache(model.config, device, compile=True)
     step, generated = torch.compile(model, backend="eager"), [tokens]
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="works uncompiled.*no kernels for heads of (8|16) "):
+        with pytest.warns(UserWarning, match="works uncompiled.*no kernels for heads of (8|16) ") as caught:
             logits = step(tokens, past_key_values=cache).logits
+        assert sum("works uncompiled" in str(warning.message) for warning in caught) == 1
         for _ in range(NEW - 1):
             generated.append(logits[:, -1:].argmax(-1))
             logits = step(generated[-1], past_key_values=cache).logits

@@ -97,7 +97,6 @@ LEFT_OUT = {
     "BltForCausalLM": "several models with a cache each, and a configuration that no cache can be made of",
     "CpmAntForCausalLM": "puts tokens of its own before the prompt, which the attention mask leaves out",
     "EncoderDecoderModel": "two models, each a kind of its own",
-    "GPTNeoXJapaneseForCausalLM": "takes no K and V with strides: `view` fails on them",
     "MiniMaxForCausalLM": "refuses every cache but its own",
     "ProphetNetForCausalLM": "takes no prompt with a cache, only single tokens",
     "ProphetNetForConditionalGeneration": "takes no prompt with a cache, only single tokens",

@@ -1,14 +1,18 @@
 """`attn_implementation="vmmkv"`: attention of transformers models by the kernels, on K and V where they lie.
 
-transformers' eager attention is what is right: there the mask is the whole truth. Kernels run where they have been told
-all that it says, and everything else that a model asks for. Otherwise SDPA runs with the same mask as eager attention,
-or the model's own eager attention; and an instruction that nobody knows is an error, never ignored.
+The reference is transformers' eager attention, where the mask is the whole truth. Kernels run where they know all that
+it says, and every other argument. Otherwise SDPA runs with the mask of eager attention, or the model's own eager
+attention; and a keyword that none of them knows is an error, never ignored.
+
+Of transformers it depends on the interfaces that it registers with (`AttentionInterface`, `AttentionMaskInterface`),
+on `PreTrainedModel.get_correct_attn_implementation`, which asks for the attention of a model that is made, and on
+`eager_attention_forward` in the module of each model.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -31,43 +35,38 @@ from .whole_rows import WholeRows
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""
 
-NOT_ABOUT_ATTENTION = frozenset(
-    {
-        "deterministic",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "use_cache",
-    }
-)
-"""Keywords that models hand down to whatever they call."""
+NOT_ABOUT_ATTENTION = frozenset({
+    "deterministic", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+})  # fmt: skip
+"""Keywords that models hand down to all that they call."""
 
-COMPUTES_ITSELF = frozenset(
-    {
-        # with masks
-        "axk2",
-        "deepseek_v32",
-        "deepseek_v4",
-        "dots3_note_text",
-        "glm_moe_dsa",
-        "hy_v4",
-        "minimax_m3_vl_text",
-        "nllb-moe",
-        "qwen4_exp_text",
-        "t5gemma2_decoder",
-        # with what caches return, of which rows have more than there is memory for
-        "diffllama",
-        "doge",
-        "jetmoe",
-    }
-)
+IGNORED = LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION
+
+COMPUTES_ITSELF = frozenset({
+    # with masks
+    "axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "nllb-moe",
+    "qwen4_exp_text", "t5gemma2_decoder",
+    # with what caches return, of which rows have more than there is memory for
+    "diffllama", "doge", "jetmoe",
+})  # fmt: skip
 """Models that do more with masks, K or V than to hand them to their attention. Of masks others are refused, too."""
 
 logger = logging.get_logger(__name__)
 
 
-# ---------------------------------------------------------------------- attention
+class Asked(NamedTuple):
+    """The arguments of `attend`, without its mask."""
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dropout: float
+    scaling: float | None
+    instructions: dict[str, Any]
+    """The keywords that say something beside the mask."""
+    kwargs: dict[str, Any]
+    """All keywords."""
 
 
 def attend(
@@ -80,9 +79,10 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and `value`
-    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no mask,
-    which a causal module may give for a single query only. `scaling` is of the scores; None is `head_dim ** -0.5`.
+    """The function that transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and
+    `value` `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no
+    mask, which a causal module may give for a single query only. `scaling` is of the scores; None is
+    `head_dim ** -0.5`.
 
     Returns:
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
@@ -94,27 +94,29 @@ def attend(
     rows = key if isinstance(key, WholeRows) else None
     key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
     instructions = {
-        name: told
-        for name, told in kwargs.items()
-        if not (told is None or told is False or name in LEFT_TO_THE_MASK or name in NOT_ABOUT_ATTENTION)
+        name: told for name, told in kwargs.items() if not (told is None or told is False or name in IGNORED)
     }
     spans = attention_mask if isinstance(attention_mask, Spans) else None
-    lacking = _lacking(query, key, value, dropout, scaling, instructions)
+    if spans is not None and rows is not None and rows.window and not 0 < spans.window <= rows.window:
+        raise UnsupportedAttentionError(
+            f"got a mask with a window of {spans.window or 'all tokens'} for a layer that keeps {rows.window}: "
+            f"{type(module).__name__} needs a VmmCache made without compile=True"
+        )
+    asked = Asked(module, query, key, value, dropout, scaling, instructions, kwargs)
+    lacking = _lacking(asked)
     if spans is not None and not lacking:
-        lacking = _differing(spans, query, key, kwargs.get("sliding_window"))
+        lacking = _differing(spans, asked)
     if lacking:
         warn(lacking)
     elif spans is not None:
-        return _attend_with_kernels(query, key, value, spans, scaling, **instructions)
-    mask = attention_mask if spans is None else spans.as_bias(query.dtype)
-    if mask is not None:
-        mask = _as_bias(mask, query.dtype)
+        return _attend_with_kernels(asked, spans)
+    mask = _as_bias(attention_mask, query.dtype)
     if rows is not None:
-        seen, mask = _seen_tokens(mask, rows, query.shape[2])
-        key, value = key[:, :, seen], value[:, :, seen]
-        if instructions.get("position_bias") is not None:
-            instructions["position_bias"] = _part(instructions["position_bias"], seen)
-    return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, instructions, kwargs)
+        seen = _seen_tokens(mask, rows, query.shape[2])
+        mask, asked = _of_seen(mask, seen), asked._replace(key=key[:, :, seen], value=value[:, :, seen])
+        if "position_bias" in instructions:
+            instructions["position_bias"] = _of_seen(instructions["position_bias"], seen)
+    return _attend_without_kernels(asked, mask)
 
 
 def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -125,19 +127,13 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def shown(key: torch.Tensor, value: torch.Tensor) -> str:
-    """What kernels take, or do not take, of K and V."""
+    """The properties of K and V that kernels ask for, in words."""
     return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
 
 
-def _lacking(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scaling: float | None,
-    instructions: dict[str, Any],
-) -> str | None:
-    """What the kernels cannot do of what is asked for; None if they can do all of it."""
+def _lacking(asked: Asked) -> str | None:
+    """The first thing asked for that the kernels cannot do; None if they can do all of it."""
+    _, query, key, value, dropout, scaling, instructions, _ = asked
     if not kernels_take(key, value):
         return shown(key, value)
     if query.dtype != key.dtype:
@@ -157,9 +153,10 @@ def _lacking(
     return f"the keyword {', '.join(others)}" if others else None
 
 
-def _differing(spans: Spans, query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+def _differing(spans: Spans, asked: Asked) -> str | None:
     """What the mask says otherwise than the module that it is given to; None if they agree."""
-    if spans.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
+    query, window = asked.query, asked.kwargs.get("sliding_window")
+    if spans.shape != (query.shape[0], 1, query.shape[2], asked.key.shape[2]):
         return "masks of another shape than queries and keys"
     if window is not None and window != spans.window:
         return f"a window of {window} with a mask whose window is {spans.window or 'all tokens'}"
@@ -170,15 +167,9 @@ def _is_plain(number: object) -> bool:
     return number is None or isinstance(number, int | float)
 
 
-def _attend_with_kernels(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: Spans,
-    scaling: float | None,
-    softcap: float = 0.0,
-    s_aux: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:
+def _attend_with_kernels(asked: Asked, spans: Spans) -> tuple[torch.Tensor, None]:
+    _, query, key, value, _, scaling, instructions, _ = asked
+    sinks = instructions.get("s_aux")
     batch_size, num_heads, q_length, head_dim = query.shape
     scales: dict[str, torch.Tensor] = {}
     if isinstance(key, ScaledStates) and isinstance(value, ScaledStates):
@@ -187,10 +178,10 @@ def _attend_with_kernels(
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     options = {
         "starts": spans.first,
-        "sinks": None if s_aux is None else s_aux.float().contiguous(),
+        "sinks": None if sinks is None else sinks.float().contiguous(),
         "scale": scaling,
         "window": spans.window,
-        "softcap": softcap,
+        "softcap": instructions.get("softcap", 0.0),
         **scales,
     }
     if q_length <= MAX_QUERIES:
@@ -200,24 +191,12 @@ def _attend_with_kernels(
     return output.view(batch_size, q_length, num_heads, head_dim), None
 
 
-def _attend_without_kernels(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    instructions: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_without_kernels(asked: Asked, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SDPA, or, with what SDPA does not know, the model's own eager attention."""
+    module, query, key, value, dropout, scaling, instructions, kwargs = asked
     is_causal = kwargs.get("is_causal")
-    if (
-        mask is None
-        and query.shape[2] > 1
-        and (getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    ):
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if mask is None and query.shape[2] > 1 and is_causal:
         raise UnsupportedAttentionError(
             f"{type(module).__name__} is causal and gives no mask for its {query.shape[2]} queries: "
             f'attn_implementation="{NAME}" cannot know which tokens each sees. Load the model with '
@@ -235,23 +214,27 @@ def _attend_without_kernels(
     return output, weights
 
 
-def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores, in their dtype, for a mask of bool or one that is added already."""
+def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask that is added to scores, in their dtype, for spans, a mask of bool, or one that is added already."""
+    if mask is None:
+        return None
+    if isinstance(mask, Spans):
+        return mask.as_bias(dtype)
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
     return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
 
 
-def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
-    """What is added to the scores of some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+def _of_seen(bias: torch.Tensor | None, seen: slice) -> torch.Tensor:
+    """The part for some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+    assert bias is not None
     return bias[..., seen].clone(memory_format=torch.contiguous_format)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks the device for lengths
-def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> tuple[slice, torch.Tensor]:
-    """Of whole rows, from the first token that any query sees to the last, and the part of `mask`, `[..., kv_length]`
-    and added to scores, that is about them.
+def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> slice:
+    """The tokens of whole rows from the first that any query sees, by a mask that is added to scores, to the last.
 
     Raises:
         UnsupportedAttentionError: that is not known, or there is no memory for them.
@@ -269,8 +252,7 @@ def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> t
             f"got a mask whose queries see tokens from {seen[0]} to {seen[-1]}; the cache holds those from "
             f"{live.start} to {live.stop - 1} for them. A mask of whole rows hides all others"
         )
-    shown = slice(seen[0], seen[-1] + 1) if seen else slice(0)
-    return shown, _part(mask, shown)
+    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
 
 
 def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:
@@ -294,7 +276,7 @@ def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> A
 
 
 def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-    """What transformers asks each model that is made: the attention that it is going to run."""
+    """Chooses the attention that a model is going to run; transformers asks each model that is made."""
     if requested_attention == NAME and not can_attend(self):
         logger.warning_once(
             f'attn_implementation="{NAME}" is not for {type(self).__name__}, which computes attention by itself, or '

@@ -1,12 +1,12 @@
 """A batch: equally long sequences in neighbouring rows of a `KVCache`, read and written as one tensor per layer.
 
-Invariants:
- 1. Rows `[0, rows)` of the batch hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
- 2. As many rows as it may have belong to the batch for good, also those without tokens: so the i-th sequence is in the
-    i-th of them. A copy has others of the same `KVCache`, and shares pages.
- 3. Tokens from `shared_end` on lie in pages that can be written, and are no other sequence's.
-The first holds at every line, whatever interrupts it: the books say less before sequences hold less, and more after
-they hold more. What was cut short is put right by the next change.
+Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row. All rows that a
+batch may have belong to it for good. A fork lies in other rows of the same `KVCache`, and shares pages. Tokens from
+`shared_end` on lie in pages that can be written.
+
+Methods raise what the methods of `KVCache` raise that they call. Nothing has changed then, unless the driver failed in
+`reorder` or `share_equal_rows`: these, and all that is interrupted, may leave rows half changed, and only `clear` is
+safe.
 """
 
 from __future__ import annotations
@@ -14,31 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
 from ..arguments import check_length, check_size
 from ..cache import KVCache
 from ..core.addresses import ADDRESS_LIMIT
-from ..errors import (
-    DriverOutOfMemoryError,
-    OutOfPagesError,
-    OutOfRowsError,
-    ReleasedTokensError,
-    UseAfterFreeError,
-    VmmkvError,
-)
+from ..errors import DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
 from ..pool import FramePool
 from ..sequence import Sequence
 from .row_writes import RowWriter
-from .scaled_states import write_quantized
+from .scaled_states import check_quantizable, write_quantized
 
 MAX_BATCHES = 8
 """Batches that share the rows of a `KVCache`, and with them pages."""
 MAX_ADDRESSES = ADDRESS_LIMIT // 8
 """Bytes of addresses that all of them take together, unless one alone takes more."""
+
+
+class Shape(NamedTuple):
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        return cls(keys.shape[1], keys.shape[3], values.shape[3])
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,6 @@ class Limits:
         lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
         large_frames: also as in `KVCache`.
         kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-
-    Raises:
-        ArgumentError: what must be a whole number is none.
-        LayoutError: it is one that cannot be.
     """
 
     max_seq_len: int
@@ -68,101 +70,77 @@ class Limits:
             if (size := getattr(self, name)) is not None or least:
                 object.__setattr__(self, name, check_size(name, size, least))
 
+    def layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
+        """As many layers in a record as 32-bit strides can address over the whole row; all layers in 8 bits, which only
+        vmmkv's kernels read."""
+        heads, k_head_dim, v_head_dim = zip(*shapes)
+        num_layers = len(shapes)
+        if self.kv_dtype:
+            check_quantizable(dtype, self.kv_dtype)
+            return KVLayout(num_layers, heads, k_head_dim, self.kv_dtype, v_head_dim, scales="token_head")
+        for ranges in range(1, num_layers + 1):
+            layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
+            if self.max_seq_len <= layout.int32_token_limit:
+                break
+        return layout
 
-class Place(NamedTuple):
-    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
 
-    range: int
-    k_shape: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    k_offset: int
-    v_shape: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    v_offset: int
-
-    @classmethod
-    def of(cls, range_index: int, k: torch.Tensor, v: torch.Tensor) -> Place:
-        return cls(
-            range_index,
-            tuple(k.shape[1:]),
-            k.stride(),
-            int(k.storage_offset()),
-            tuple(v.shape[1:]),
-            v.stride(),
-            int(v.storage_offset()),
-        )
+Where = tuple[slice, slice, slice]
+"""Rows, heads, and positions in rows."""
 
 
 class Batch:
-    """Equally long sequences.
-
-    Args:
-        kv_cache: whose rows they are in.
-        limits: what it can grow to.
-        first_row: the first of its rows.
-
-    Raises:
-        OutOfRowsError: one of them is another's.
-        DriverError: as in `KVCache.sequence`.
-    """
+    """Equally long sequences in rows `[first_row, first_row + max_batch_size)` of a `KVCache`."""
 
     def __init__(self, kv_cache: KVCache, limits: Limits, first_row: int = 0) -> None:
         self.kv_cache, self._limits, self._first_row = kv_cache, limits, first_row
-        self._places = [
-            Place.of(layer.range, *(states[first_row:] for states in self._whole(index)[:2]))
-            for index, layer in enumerate(kv_cache.layout.layers)
+        self.page_tokens = max(kv_cache.page_size // max(kv_cache.layout.record_bytes), 1)
+        numbers = torch.arange(limits.max_batch_size, dtype=torch.int32, device=kv_cache.device)
+        read = kv_cache.kv if kv_cache.layout.scales is None else kv_cache.scaled_kv
+        views = [
+            [states[first_row : first_row + limits.max_batch_size] for states in read(layer)]
+            for layer in range(kv_cache.layout.num_layers)
         ]
+        self._parts = [[states.transpose(1, 2) for states in layer] for layer in views]
         self.ranges = [kv_cache.range(index) for index in range(len(kv_cache.layout.record_bytes))]
         """Those of the cache: compilers cannot look into that."""
-        self.origin = self.first = self.end = self.shared_end = 0
-        self.page_tokens = max(kv_cache.page_size // max(kv_cache.layout.record_bytes), 1)
+        self._places: list[Any] = [
+            (layer.range, *((tuple(s.shape[1:]), s.stride(), int(s.storage_offset())) for s in views[index][:2]))
+            for index, layer in enumerate(kv_cache.layout.layers)
+        ]
+        self._writers = [RowWriter(k, v, numbers, *scales) for k, v, *scales in views] if numbers.is_cuda else []
+        self._starts = torch.zeros_like(numbers)
+        self._starts_at = 0
         self._sequences: list[Sequence] = []
-        self._is_changing = True
-        self._set_rows(0)
-        self._finish_change()
+        self.clear()
 
     @classmethod
     def open(cls, layout: KVLayout, limits: Limits, pool: FramePool) -> Batch:
-        """A batch in a `KVCache` of its own, with rows for copies.
-
-        Args:
-            layout: the shape of a token.
-            pool: the memory for K and V.
-
-        Raises:
-            LayoutError, OutOfPagesError, DriverError: as in `KVCache`.
-        """
+        """A batch in a `KVCache` of its own on a pool, with rows for forks."""
         addresses = limits.max_batch_size * limits.max_seq_len * layout.token_bytes
         kv_cache = KVCache(
             layout,
             limits.max_batch_size * max(min(MAX_ADDRESSES // addresses, MAX_BATCHES), 1),
             limits.max_seq_len,
             pool=pool,
-            int32_strides=layout.scales is None,  # of 8 bits only kernels of ours count strides
+            int32_strides=layout.scales is None,  # only vmmkv's kernels read 8 bits
             lookahead=limits.lookahead,
             large_frames=limits.large_frames,
         )
         return cls(kv_cache, limits)
 
-    def holds(self, rows: int, first: int, end: int) -> bool:
-        """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
-        return rows <= self.rows and self.first <= first and end <= self.end
+    # ------------------------------------------------------------------ rows and tokens
+
+    def clear(self) -> None:
+        """Empties all rows; their pages stay mapped, ready for the next tokens. It is safe after a failed change."""
+        self.rows = self.origin = self.first = self.end = self.shared_end = 0
+        self._renew(0)
 
     def reserve(self, rows: int, first: int, end: int, origin: int | None = None) -> None:
-        """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
-
-        Args:
-            origin: the token at the front of the rows, where they are empty; None: `first`.
-
-        Raises:
-            OutOfRowsError: there are fewer rows.
-            ReleasedTokensError: tokens from `first` on have been given back.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
-                Nothing has changed in any case.
-        """
+        """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need. Empty
+        rows begin with token `origin`; None: `first`."""
         self._check_rows(rows)
-        check_length(end, self._limits.max_seq_len)  # also where a window has moved, and the row has room yet
-        self._finish_change()
+        check_length(end, self._limits.max_seq_len)  # a row whose window has moved has more room than that
         if not self.rows:
             self.origin, self.first, self.end = first if origin is None else origin, first, first
         if first < self.first:
@@ -170,22 +148,20 @@ class Batch:
                 f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
                 "reset() after a forward pass that did not finish"
             )
+        if rows <= self.rows and end <= self.end:
+            return
         end = max(end, self.end)
-        self._is_changing = True
+        held, added = self._sequences[: self.rows], self._sequences[self.rows : rows]
+        self.kv_cache.extend(held, end - self.end)
         try:
-            self.kv_cache.extend(self._sequences[: self.rows], end - self.end)
-            if rows > self.rows:
-                added = self._sequences[self.rows : rows]
+            if added:
                 self.kv_cache.extend(added, end - self.origin, starts=[self.first - self.origin] * len(added))
-                self._set_rows(rows)
         except VmmkvError:
-            self._finish_change()
+            self._truncate(held, self.end)
             raise
-        self.end = end
-        self._is_changing = False
+        self.rows, self.end = max(rows, self.rows), end
 
     def _check_rows(self, rows: int) -> None:
-        """Raises `OutOfRowsError` where it has not as many."""
         if rows > self._limits.max_batch_size:
             raise OutOfRowsError(
                 f"asked for a batch of {rows} sequences; there are {self._limits.max_batch_size} rows. Make the cache "
@@ -193,76 +169,57 @@ class Batch:
             )
 
     def shrink(self, rows: int, first: int, end: int) -> None:
-        """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`.
-
-        What the GPU still has to do with them may finish; the work must have been submitted. Tokens in
-        front go when they fill a page.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured.
-        """
-        self._finish_change()
-        self._is_changing = True
-        if rows < self.rows:
-            self._set_rows(rows)
-            self._renew(rows)
+        """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`; of those in front full pages.
+        GPU work on them that was submitted may finish."""
         if not rows:
-            self.origin = self.first = self.end = 0
-        elif end < self.end:
+            self.clear()
+            return
+        if rows < self.rows:
+            self._renew(rows)
+            self.rows = rows
+        if end < self.end:
+            self._truncate(self._sequences[:rows], end)
             self.end = end
-            self._truncate()
-        if rows and first - self.first >= self.page_tokens:
-            self.first = first
+        if first - self.first >= self.page_tokens:
             for sequence in self._sequences[:rows]:
                 sequence.release_before(first - self.origin)
-        self._is_changing = False
+            self.first = first
+
+    def _truncate(self, sequences: Iterable[Sequence], end: int) -> None:
+        for sequence in sequences:
+            sequence.truncate(end - self.origin)
+
+    def _renew(self, first: int) -> None:
+        """Ends the sequences in the rows from `first` on, and begins new ones."""
+        self.kv_cache.free(self._sequences[first:])
+        rows = range(self._first_row + first, self._first_row + self._limits.max_batch_size)
+        self._sequences[first:] = [self.kv_cache.sequence(row=row) for row in rows]
+
+    # ------------------------------------------------------------------ sharing
 
     def reorder(self, indices: list[int], share: bool, anew: bool = False) -> None:
         """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer.
 
         Args:
-            share: whether they may share pages: then what is written before `end` is to be unshared. If not, no row
-                shares any behind this.
-            anew: have sequences that change share all full pages with what they become, which maps these; else they
-                get copies of what they do not share yet.
-
-        Raises:
-            OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError: there is no room; nothing has changed.
-            DriverError: as in `KVCache.reorder`. After a failure in the middle, or any failure `anew`, no row that was
-                there before holds tokens any more.
+            share: whether they may share pages. If not, no row shares any afterwards.
+            anew: have sequences that change share all full pages with what they become, instead of copies of the tokens
+                that they do not share yet. Without memory rows are half changed then.
         """
         rows = max(len(indices), self.rows)
         self._check_rows(rows)
-        self._finish_change()
-        self._is_changing = True
         self.shared_end = self.end
         moves = {row: source for row, source in enumerate(indices) if row != source}
         while anew and (unread := moves.keys() - moves.values()):
             for row in unread:
-                self._fork(row, moves.pop(row))
+                self._fork_row(row, moves.pop(row))
         self.kv_cache.reorder(self._sequences[:rows], [moves.get(row, row) for row in range(rows)])
         if not share:
             self.kv_cache.unshare(self._sequences[:rows], self.first - self.origin)
             self.shared_end = 0
-        if rows > self.rows:
-            self._set_rows(rows)
-        self._is_changing = False
+        self.rows = rows
 
-    def share(self, row: int, source: int) -> None:
-        """Has two rows that hold the same bytes share the pages that are full. What is written before `end` is to be
-        unshared then.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`; the batch holds no tokens then.
-        """
-        self._finish_change()
-        self._is_changing = True
-        self.shared_end = self.end
-        self._fork(row, source)
-        self._is_changing = False
-
-    def _fork(self, row: int, source: int) -> None:
-        """Has a row begin anew, as a fork of another; or, without memory for that, a copy in its own pages."""
+    def _fork_row(self, row: int, source: int) -> None:
+        """Makes a row a fork of another one; without memory for that, a copy in its own pages."""
         self.kv_cache.free([self._sequences[row]])
         self._sequences[row] = self.kv_cache.sequence(row=self._first_row + row)
         pair = [self._sequences[source], self._sequences[row]]
@@ -272,21 +229,38 @@ class Batch:
             self.kv_cache.extend(pair[1:], self.end - self.origin, starts=[self.first - self.origin])
             self.kv_cache.reorder(pair, [0, 0])
 
-    def fork(self) -> Batch | None:
-        """Another batch that holds the same tokens, on the same pages as far as those are full; None where there are no
-        rows for it. What is written before `end` is to be unshared then, in both.
+    def share_equal_rows(self, held: dict[int, tuple[int, int]]) -> None:
+        """Has neighbouring rows that hold the same bytes share full pages; `generate` repeats a prompt for each beam.
 
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`; there is no other then.
+        Args:
+            held: the tokens `[first, end)` that each layer holds, by its number. K of the last token of the last layer
+                is compared first.
         """
-        self._finish_change()
+        last, (_, end) = next(reversed(held.items()))
+        newest = _bits(self.view(last, self.where(self.rows, end - 1, end))[0])
+        source = 0
+        for row, looks_alike in enumerate((newest[1:] == newest[:-1]).flatten(1).all(1).tolist(), start=1):
+            if looks_alike and self._are_equal(held, source, row):
+                self.shared_end = self.end
+                self._fork_row(row, source)
+            else:
+                source = row
+
+    def _are_equal(self, held: dict[int, tuple[int, int]], row: int, other: int) -> bool:
+        return all(
+            torch.equal(_bits(states[row]), _bits(states[other]))
+            for layer, (first, end) in held.items()
+            for states in self.view(layer, self.where(self.rows, first, end))
+        )
+
+    def fork(self) -> Batch | None:
+        """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it."""
         twin = self._beside()
         if twin:
             self.shared_end = twin.shared_end = self.end
             sequences = [*self._sequences[: self.rows], *twin._sequences[: self.rows]]
             self.kv_cache.reorder(sequences, [*range(self.rows)] * 2)
-            twin.origin, twin.first, twin.end = self.origin, self.first, self.end
-            twin._set_rows(self.rows)
+            twin.rows, twin.origin, twin.first, twin.end = self.rows, self.origin, self.first, self.end
         return twin
 
     def _beside(self) -> Batch | None:
@@ -297,101 +271,61 @@ class Batch:
         return None
 
     def unshare(self, first: int) -> None:
-        """Sees to it that tokens from `first` on can be written over.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.unshare`.
-        """
+        """Makes tokens from `first` on safe to write over."""
         if first < self.shared_end:
             start = min(max(first, self.first), self.end) - self.origin
             self.kv_cache.unshare(self._sequences[: self.rows], start)
             self.shared_end = first
 
-    def _finish_change(self) -> None:
-        """Makes sequences hold what the books say, where a change was cut short."""
-        if self._is_changing:
-            try:
-                self._truncate()
-            except (UseAfterFreeError, ValueError):  # what was cut short has ended some, or emptied them
-                self._set_rows(0)
-            self._renew(self.rows)
-            self._is_changing = False
+    def copy(self, layout: KVLayout, layers: Iterable[int], pool: FramePool) -> Batch:
+        """Another batch on a pool of the same device that holds the same tokens of some layers, laid out anew."""
+        twin = Batch.open(layout, self._limits, pool)
+        twin.reserve(self.rows, self.first, self.end, self.origin)
+        where = self.where(self.rows, self.first, self.end)
+        for layer in layers:
+            for new, old in zip(twin.view(layer, where), self.view(layer, where)):
+                new.copy_(old)
+        return twin
 
-    def _truncate(self) -> None:
-        for sequence in self._sequences[: self.rows]:
-            sequence.truncate(self.end - self.origin)
+    # ------------------------------------------------------------------ K and V
 
-    def _renew(self, first: int) -> None:
-        """Empties the rows from `first` on. Their pages stay mapped, ready for the next tokens there."""
-        self.kv_cache.free(self._sequences[first:])
-        del self._sequences[first:]
-        for row in range(self._first_row + first, self._first_row + self._limits.max_batch_size):
-            self._sequences.append(self.kv_cache.sequence(row=row))
-
-    def _set_rows(self, rows: int) -> None:
-        if not rows:
-            self.shared_end = 0
-        layers = map(self._whole, range(self.kv_cache.layout.num_layers))
-        views = [[states[self._first_row :] for states in layer] for layer in layers]
-        numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
-        writers = [RowWriter(k, v, numbers, *scales) for k, v, *scales in views]
-        parts = [[states[:rows].transpose(1, 2) for states in layer] for layer in views]
-        self.rows, self._starts, self._starts_at, self._writers, self._parts = rows, numbers, -1, writers, parts
-
-    def _whole(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """K and V of all rows of the `KVCache`, and the scales of each, if it has scales."""
-        kv_cache = self.kv_cache
-        return kv_cache.kv(layer) if kv_cache.layout.scales is None else kv_cache.scaled_kv(layer)
-
-    def parts(self, layer: int, rows: int, first: int, end: int) -> list[torch.Tensor]:
-        """What is kept of the tokens `[first, end)` in rows `[0, rows)`: K and V, `[rows, num_kv_heads, tokens,
-        head_dim]` each, and the scales of each, `[rows, num_kv_heads, tokens]`, if there are scales; strided and
-        zero-copy."""
-        parts = self._parts[layer]
-        if rows < len(parts[0]):
-            parts = [states[:rows] for states in parts]
-        position, tokens = first - self.origin, end - first
-        return [states.narrow(2, position, tokens) for states in parts]
+    def where(self, rows: int, first: int, end: int) -> Where:
+        """The place of the tokens `[first, end)` of rows `[0, rows)`."""
+        return slice(rows), slice(None), slice(first - self.origin, end - self.origin)
 
     def whole_rows(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of rows `[0, rows)` from position 0 to their end, `[rows, max_seq_len, num_kv_heads, head_dim]`.
 
-        For graphs: views of one tensor, made where they are used. Of a mutation through views that enter a graph side
-        by side a compiler would make copies.
+        They are views of one tensor, made where they are used: a compiler would copy what a graph mutates through views
+        that enter it side by side.
         """
-        place = self._places[layer]
-        flat = self.ranges[place.range]
-        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
-        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
-        return k, v
+        index, (k_shape, *k_place), (v_shape, *v_place) = self._places[layer]
+        flat = self.ranges[index]
+        return flat.as_strided((rows, *k_shape), *k_place), flat.as_strided((rows, *v_shape), *v_place)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, from token `first` on; there is room for them."""
-        position = first - self.origin
-        if position != self._starts_at:  # once for all layers of a forward pass
+    def view(self, layer: int, where: Where) -> list[torch.Tensor]:
+        """Views of K and V, `[rows, num_kv_heads, tokens, head_dim]`, and of the scales of each, `[rows, num_kv_heads,
+        tokens]`, if there are scales."""
+        return list(map(itemgetter(where), self._parts[layer]))
+
+    def append(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, new: Where, attended: Where
+    ) -> list[torch.Tensor]:
+        """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, where there is room; returns a view, as `view`."""
+        parts, position = self._parts[layer], new[2].start
+        if self._writers and position != self._starts_at:  # once for all layers of a forward pass
             self._starts, self._starts_at = torch.full_like(self._starts, position), position
-        if not self._writers[layer].write(keys, values, self._starts):
-            k, v, *scales = self.parts(layer, keys.shape[0], first, first + keys.shape[2])
-            if scales:
-                write_quantized(keys, k, scales[0])
-                write_quantized(values, v, scales[1])
-            else:
-                k.copy_(keys)
-                v.copy_(values)
+        if self._writers and self._writers[layer].write(keys, values, self._starts):
+            pass
+        elif len(parts) > 2:
+            k, v, k_scales, v_scales = map(itemgetter(new), parts)
+            write_quantized(keys, k, k_scales)
+            write_quantized(values, v, v_scales)
+        else:
+            parts[0][new], parts[1][new] = keys, values
+        return list(map(itemgetter(attended), parts))
 
-    def copy(self, layout: KVLayout, layers: Iterable[int], pool: FramePool) -> Batch:
-        """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
 
-        Args:
-            pool: that it lies on, of the same device.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `reserve`.
-        """
-        twin = Batch.open(layout, self._limits, pool)
-        twin.reserve(self.rows, self.first, self.end, self.origin)
-        for layer in layers:
-            there, here = (batch.parts(layer, self.rows, self.first, self.end) for batch in (twin, self))
-            for new, old in zip(there, here):
-                new.copy_(old)
-        return twin
+def _bits(states: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers: a NaN equals itself then, and 0 is not -0."""
+    return states.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[states.itemsize])

@@ -1,7 +1,7 @@
-"""What a model of transformers hands to its cache, found by running the model without weights.
+"""The K and V that a model of transformers hands to its cache, found by running the model without weights.
 
-Configurations say it in too many ways to read: some layers keep nothing, some keep other shapes, some keep K and V
-twice. So the model is built on the `meta` device, where tensors have shapes and no numbers, and makes one forward pass.
+Configurations say it in too many ways: some layers keep nothing, some keep other shapes, some keep K and V twice. So
+the model is built on the `meta` device, where tensors have shapes and no numbers, and makes one forward pass.
 """
 
 from __future__ import annotations
@@ -24,13 +24,9 @@ TOKENS = 3
 """Of the forward pass: fewer than any attention window has."""
 
 KNOWN_LAYERS = {
-    "DummyLayer",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "LinearAttentionLayer",
-}
+    "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
+}  # fmt: skip
 """Cache layers in which nothing but K and V grows with the tokens. Others keep the keys of an indexer, or compress."""
 
 KINDS: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -63,7 +59,7 @@ def cached_states(config: Mapping[str, Any] | object) -> list[LayerStates] | Non
         layers = _run(*found) if found else None
     except LayoutError:
         raise
-    except Exception as error:  # whatever the code of a config or a model raises
+    except Exception as error:  # raised by the code of a config or a model
         raise LayoutError(f"{kind} does not run without weights: {type(error).__name__}: {error}") from error
     if layers is None:
         return None
@@ -78,7 +74,7 @@ def cached_states(config: Mapping[str, Any] | object) -> list[LayerStates] | Non
 
 
 def _load(config: Mapping[str, Any]) -> PreTrainedConfig | None:
-    """The config as transformers completes it; None for a type that it does not have."""
+    """The config as transformers completes it; None for a type that transformers does not have."""
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         return None
@@ -99,7 +95,7 @@ def _model(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig] | None:
 
 
 class _AsIfZero(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what depends on the numbers of tensors that have none as if all were zero."""
+    """Runs operations that depend on the numbers of tensors without numbers as if all were zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

@@ -1,15 +1,26 @@
-"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows."""
+"""Layers that keep more than K and V: the rest stays as transformers keeps it, and K and V lie in rows.
+
+It depends on the kinds of layers that `DynamicCache` makes, and on how these divide their methods between K and V and
+the rest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .layer_group import LayerGroup
-from .layers import VmmLayer, VmmSlidingWindowLayer
+from .layers import VmmLayer
 
 INDEXED = (
     "transformers.cache_utils.DynamicIndexedLayer",
@@ -18,33 +29,23 @@ INDEXED = (
 """Layers that keep the keys of an indexer, and leave all that concerns K and V to `super()`."""
 
 
-class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: ignore[no-untyped-call,override]
-    """A `VmmLayer` beside the states of linear attention.
+class VmmHybridLayer(VmmLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call]
+    """A `VmmLayer` beside the states of linear attention, `number_of_states` as transformers counts them."""
 
-    The layers of transformers name their part for K and V where they could say `super()`: all of that is said anew.
-
-    Args:
-        group, layer_idx: as in `VmmLayer`.
-        number_of_states: as transformers has it.
-    """
-
-    device: Any = None  # of the states, as transformers sets them; of K and V the group knows
+    device: Any = None  # of the states, as transformers sets them; the group knows those of K and V
     dtype: Any = None
+    is_croppable = LinearAttentionLayer.is_croppable
 
     def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int) -> None:
         VmmLayer.__init__(self, group, layer_idx)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """K and V come by position, states by name."""
+        """Takes K and V by position, states by name."""
         if args:
             VmmLayer.lazy_initialization(self, *args)
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def get_max_length(self) -> int:
-        """As of K and V: states have no length."""
-        return VmmLayer.get_max_length(self)
 
     def reset(self) -> None:
         """Drops all tokens, and the states that they left."""
@@ -56,36 +57,30 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         LinearAttentionLayer.crop(self, tokens_to_remove)
         VmmLayer.crop(self, tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """As in `VmmLayer`, states included."""
-        VmmLayer.reorder_cache(self, beam_idx)
-
     def _select(self, indices: torch.Tensor) -> None:
         VmmLayer._select(self, indices)
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
 
-    def offload(self) -> NoReturn:
-        """Raises `UnsupportedError`."""
-        VmmLayer.offload(self)
 
-    prefetch = offload
+def layer_on_rows(layer: Any, layer_idx: int, group: Callable[[int | None], LayerGroup]) -> VmmLayer | None:
+    """The layer on rows that takes the place of a layer of transformers; None for a kind that is not known.
 
-
-class VmmHybridSlidingWindowLayer(VmmHybridLayer, VmmSlidingWindowLayer):  # type: ignore[no-untyped-call,override]
-    """A `VmmSlidingWindowLayer` beside the states of linear attention."""
-
-    def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int, sliding_window: int) -> None:
-        VmmHybridLayer.__init__(self, group, layer_idx, number_of_states)
-        self.sliding_window = sliding_window
-
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
+    Args:
+        group: finds the group for layers of a window.
+    """
+    kind: Any = type(layer)  # exactly: a subclass may keep, or do, more than is known here
+    window = getattr(layer, "sliding_window", None)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        return VmmLayer(group(window), layer_idx)
+    if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+        return VmmHybridLayer(group(window), layer_idx, layer.number_of_states)
+    if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
+        return indexed_layer(kind)(group(None), layer_idx)
+    return None
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:
-    """Drops the states of linear attention. `LinearAttentionLayer.reset` zeroes them: the next batch would have to be
-    of the size of the last."""
+    """Drops the states of linear attention; `LinearAttentionLayer.reset` would keep zeros for as many sequences."""
     record_past = layer.record_past
     LinearAttentionLayer.__init__(layer, layer.number_of_states)
     layer.record_past = record_past

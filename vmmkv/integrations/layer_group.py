@@ -1,94 +1,78 @@
-"""A layer group: the layers of a model that forget alike, side by side in the token records of one batch.
+"""A layer group: the layers of a model with the same attention window, side by side in the token records of one batch.
 
-Layers come one after another in a forward pass, so each has an extent of its own; what the group's rows hold
-is the union of them.
+The first layer of a group that writes in a forward pass opens a step: what all layers of the group do alike in that
+pass, and room for it. Later layers only write and view.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..errors import (
-    AutogradError,
     DeviceError,
+    DriverOutOfMemoryError,
     DtypeError,
+    OutOfPagesError,
+    OutOfRowsError,
     ShapeError,
     StreamCaptureError,
+    VmmkvError,
 )
-from ..layout import KVLayout
-from .batch import Batch, Limits
-from .equal_rows import equal_neighbours
-from .extents import Extent, Passes, unfinished
+from .batch import Batch, Limits, Shape, Where
+from .passes import Append, Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
 from .pools import Pools
-from .scaled_states import ScaledStates, check_quantizable
+from .scaled_states import ScaledStates
+from .spans import NAME, attention_of
+
+NO_ROOM = OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError, StreamCaptureError
+"""Errors after which a batch is as before, also if it was about to share pages or to take another order."""
 
 _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-"""What dtypes are pickled as that torch does not unpickle."""
-
-
-def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
-        raise ShapeError(
-            f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
-            "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
-        )
-
-
-class Shape(NamedTuple):
-    """What one layer keeps of a token."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        return cls(keys.shape[1], keys.shape[3], values.shape[3])
+"""Dtypes that torch does not unpickle, and the dtypes that they are pickled as."""
 
 
 class LayerGroup:
     """Layers that share token records. Nothing is reserved before the first write.
 
     Args:
-        limits: what its batch can grow to.
-        pools: that this lies on.
-        passes: of the cache that it is a part of.
-        window: tokens that a token of theirs attends to, itself included; None: all.
+        limits: what the group's batch can grow to.
+        pools: the memory for K and V.
+        passes: of the cache that the group is a part of.
+        window: tokens that a token attends to, itself included; None: all.
+        config: of a model whose K and V are kept in 8 bits: it says which attention reads them.
     """
 
-    def __init__(self, limits: Limits, pools: Pools, passes: Passes, window: int | None) -> None:
-        self.max_seq_len = limits.max_seq_len
-        self.passes = passes
-        self.window = window
+    _append: Append | None = None
+    """A method that appends in the place of the batch's."""
+
+    def __init__(
+        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
+    ) -> None:
+        self.max_seq_len, self.passes, self.window = limits.max_seq_len, passes, window
         self._limits, self._pools = replace(limits, large_frames=window is None), pools
+        self._config = config
+        self._reads_scaled = True
         self._extents: list[Extent] = []
-        self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
         self.states_dtype: torch.dtype | None = None
-        """Of K and V, as layers get them and attention reads them; None before the first."""
-        self._has_selected = False
-        """Whether rows were put into another order as a whole, so that layers need not do it one by one."""
+        """Of K and V as attention reads them; None before the first."""
+        self.is_reordered = False
+        """Whether K and V were put into another order, and layers reorder only what they keep besides."""
+        self._step: Step | None = None
         self._is_shown = False
-        """Whether anybody has views of K and V to write to."""
-        self._compared_pass = 0, 0
-        """The last one behind which rows were compared, as in `Extent.last_pass`."""
+        """Whether a user has views of K and V to write to."""
+        self._newest = 0
+        """Tokens of the last pass, if rows were not compared since."""
 
     @property
     def device(self) -> torch.device | None:
         """Where K and V are; None before the first."""
         return self.batch.kv_cache.device if self.batch else None
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Of K and V; None while there are none."""
-        return self.states_dtype if self.batch and self.batch.rows else None
 
     @property
     def is_scaled(self) -> bool:
@@ -99,87 +83,49 @@ class LayerGroup:
     def num_layers(self) -> int:
         return len(self._extents)
 
-    def add_layer(self, layer_idx: int) -> tuple[int, Extent]:
-        """Another layer, number `layer_idx` of the model: its index in the group, and its extent, which the layer keeps
-        up to date."""
-        extent = Extent(layer_idx)
-        self._shapes.append(None)
-        self._extents.append(extent)
-        self.passes.extents.append(extent)
-        return len(self._extents) - 1, extent
+    # ------------------------------------------------------------------ layout
+
+    def add_layer(self, layer_idx: int) -> Extent:
+        """Adds layer number `layer_idx` of the model; the layer and the group keep its extent."""
+        self._extents.append(Extent(layer_idx, len(self._extents), self.window))
+        return self._extents[-1]
+
+    def learn(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+        """Makes the layout fit a layer's K and V, which are kept in `dtype`. Layers still to come are taken to have the
+        same shape; where one has not, or has a wider dtype, the tokens that are there move into another layout."""
+        shape = Shape.of(keys, values)
+        shapes = [each.shape or shape for each in self._extents]
+        shapes[extent.index] = shape
+        if self.batch is None:
+            self.set_batch(Batch.open(self._limits.layout(shapes, dtype), self._limits, self._pools.on(keys.device)))
+        elif (layout := self._limits.layout(shapes, dtype)) != self.batch.kv_cache.layout:
+            known = [each.index for each in self._extents if each.shape and each is not extent]
+            self.set_batch(self.batch.copy(layout, known, self.batch.kv_cache.pool))
+        extent.shape, self.states_dtype = shape, dtype
+
+    def set_batch(self, batch: Batch | None) -> None:
+        """Takes up another batch, which holds the same tokens."""
+        self.batch, self._step = batch, None
 
     def batch_of_first(self, num_layers: int) -> Batch | None:
-        """A batch with room for as many layers, and the tokens of those; None, if they have none yet.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.reserve`.
-        """
-        known = {index: shape for index, shape in enumerate(self._shapes[:num_layers]) if shape}
-        if self.batch is None or self.states_dtype is None or not known or num_layers == self.num_layers:
-            return self.batch if known else None
+        """A batch with room for the first layers alone, and their tokens; None if they have none yet."""
+        known = {extent.index: extent.shape for extent in self._extents[:num_layers] if extent.shape}
+        if not (self.batch and self.states_dtype and known):
+            return None
         guess = next(iter(known.values()))
-        shapes = [known.get(index, guess) for index in range(num_layers)]
-        layout = self._layout(shapes, self.states_dtype)
-        return self.batch.copy(layout, known, self.batch.kv_cache.pool)
+        layout = self._limits.layout([known.get(index, guess) for index in range(num_layers)], self.states_dtype)
+        return self.batch if num_layers == self.num_layers else self.batch.copy(layout, known, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
         """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
-        self.batch = batch
-        self.passes.forget(self._extents[num_layers:])
-        del self._extents[num_layers:], self._shapes[num_layers:]
+        self.set_batch(batch)
+        del self._extents[num_layers:]
 
-    def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
+    # ------------------------------------------------------------------ forward passes
 
-        Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to
-        look the same; where one does not, or comes in a wider dtype, the tokens that are there move into a layout
-        that fits.
-
-        Raises:
-            LayoutError: the rows would be longer than kernels with 32-bit strides can address.
-            DtypeError: vmmkv does not hold this dtype.
-        """
-        shape = Shape.of(keys, values)
-        shapes = [*self._shapes[:layer], shape, *self._shapes[layer + 1 :]]
-        dtype = self._dtype_with(keys.dtype)
-        if self.batch is None:
-            layout = self._layout([known or shape for known in shapes], dtype)
-            self.batch = Batch.open(layout, self._limits, self._pools.on(keys.device))
-        elif (shape, dtype) != (self._room(layer), self.states_dtype):
-            layout = self._layout([known or shape for known in shapes], dtype)
-            others = [index for index, known in enumerate(self._shapes) if known and index != layer]
-            self.batch = self.batch.copy(layout, others, self.batch.kv_cache.pool)
-        self._shapes, self.states_dtype = shapes, dtype
-
-    def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
-        """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
-        return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
-
-    def _room(self, layer: int) -> Shape | None:
-        """The shape that a layer's place in the record has; None where it has none."""
-        layers = self._held().kv_cache.layout.layers
-        if layer >= len(layers):
-            return None
-        room = layers[layer]
-        return Shape(room.num_kv_heads, room.k_head_dim, room.v_head_dim)
-
-    def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
-        """As many layers in a record as kernels with 32-bit strides can address over the whole row; all of them, where
-        nobody else's kernels read it."""
-        heads, k_head_dim, v_head_dim = zip(*shapes)
-        num_layers = len(shapes)
-        if kv_dtype := self._limits.kv_dtype:
-            check_quantizable(dtype, kv_dtype)
-            return KVLayout(num_layers, heads, k_head_dim, kv_dtype, v_head_dim, scales="token_head")
-        for ranges in range(1, num_layers + 1):
-            layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
-            if self.max_seq_len <= layout.int32_token_limit:
-                break
-        return layout
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Writes K and V of a layer's next tokens, `[batch_size, num_kv_heads, tokens, head_dim]`, from token
-        `first` on: where the layer ends, or where an empty layer begins.
+    def update(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends a layer's next K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the tokens
+        that they attend to, `ScaledStates` where they are kept in 8 bits.
 
         Raises:
             AutogradError: autograd would record the write.
@@ -189,19 +135,98 @@ class LayerGroup:
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
-        self._accept(layer, keys, values)
-        extent = self._extents[layer]
-        rows, _, tokens, _ = keys.shape
-        begin, end = extent.first if extent.rows else first, first + tokens
-        self.passes.check(extent, end - extent.end)
-        self._make_room(rows, begin, end)
-        self._held().unshare(first)
-        self._put(layer, keys, values, first)
-        extent.first = begin
-        self.passes.record(extent, rows, extent.first_kept(end), end)
+        step, passes = self._step, self.passes
+        looks = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        if (
+            step is None
+            or step.number != passes.number
+            or looks != step.looks
+            or (extent.rows, extent.first, extent.end, extent.shape) != step.held
+            or extent.layer_idx <= passes.last_layer
+            or passes.is_broken
+            or (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
+        ):
+            step = self._open(extent, keys, values)
+        keys, values = keys.to(self.states_dtype), values.to(self.states_dtype)
+        new_keys, new_values = keys, values
+        if step.skipped:
+            new_keys, new_values = keys[:, :, step.skipped :], values[:, :, step.skipped :]
+        append = self._append or step.batch.append
+        states = append(extent.index, new_keys, new_values, step.new, step.attended)
+        # In one line, of which an interrupt leaves no half.
+        extent.rows, extent.first, extent.end, extent.newest, passes.last_layer = *step.after, extent.layer_idx
+        if step.is_alone:
+            return keys, values
+        if len(states) > 2:
+            k, v = self._as_scaled(states)
+            return (k, v) if self._reads_scaled else (k.dequantized(), v.dequantized())
+        return states[0], states[1]
 
-    def _make_room(self, rows: int, first: int, end: int) -> None:
-        """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
+    def _as_scaled(self, states: list[torch.Tensor]) -> tuple[ScaledStates, ScaledStates]:
+        assert self.states_dtype is not None
+        k, v, k_scales, v_scales = states
+        return ScaledStates(k, k_scales, self.states_dtype), ScaledStates(v, v_scales, self.states_dtype)
+
+    def _open(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> Step:
+        """Works out the step of a layer, and of those that are in the same state: checks, and makes room."""
+        check_autograd(keys, values)
+        self._accept(extent, keys, values)
+        rows, _, tokens, _ = keys.shape
+        begin, end = extent.end, extent.end + tokens
+        self.passes.check(extent, tokens)
+        drops = not extent.rows and self._drops_prompts(extent, tokens)
+        skipped = extent.first_visible(end) if drops else 0
+        first = extent.first if extent.rows else skipped
+        self._make_room(rows, first, begin + skipped, end)
+        if extent.layer_idx <= self.passes.last_layer:
+            self.passes.start_over()
+        self.passes.before[tokens] = begin
+        self._reads_scaled = self._config is not None and attention_of(self._config) == NAME
+        self._newest = max(tokens, self._newest)
+        batch, visible = self._held(), extent.first_visible(begin)
+        self._step = Step(
+            self.passes.number,
+            (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device),
+            (extent.rows, extent.first, extent.end, extent.shape),
+            skipped,
+            drops or (self.is_scaled and not extent.rows),
+            batch,
+            batch.where(rows, begin + skipped, end),
+            batch.where(rows, max(visible, first), end),
+            (rows, first if extent.keeps_past else max(first, extent.first_visible(end)), end, tokens),
+        )
+        return self._step
+
+    def _drops_prompts(self, extent: Extent, tokens: int) -> bool:
+        """Whether a prompt of so many tokens attends to nothing but itself, and only its last tokens are kept."""
+        return self.window is not None and tokens >= self.window and not extent.keeps_past
+
+    def _accept(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Learns what K and V look like, and refuses those that do not fit what is there."""
+        check_kv(extent.layer_idx, keys, values)
+        batch, shape = self.batch, Shape.of(keys, values)
+        held = self.states_dtype if batch and batch.rows else None
+        dtype = common_dtype(keys, values, held)
+        if not extent.rows and (held is None or shape != extent.shape or dtype != held):
+            self.learn(extent, keys, values, dtype)
+        if shape != extent.shape:
+            raise ShapeError(
+                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {extent.layer_idx}; it holds "
+                f"{extent.shape}. A cache serves one model"
+            )
+        if extent.rows:
+            check_batch(extent, keys.shape[0])
+        if dtype != self.states_dtype:
+            raise DtypeError(
+                f"got K as {keys.dtype} and V as {values.dtype}; this cache holds {self.states_dtype}, and has tokens. "
+                "Run all forward passes under autocast, or none"
+            )
+        for states in (keys, values):
+            if states.device != self.device:
+                raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {self.device}")
+
+    def _make_room(self, rows: int, first: int, begin: int, end: int) -> None:
+        """Makes rows `[0, rows)` hold the tokens `[first, end)`, of which those from `begin` on can be written."""
         batch = self._held()
         if end > batch.end:
             if self.is_captured:
@@ -209,251 +234,160 @@ class LayerGroup:
                     "each replay of a CUDA graph would write the same tokens again: make the cache with compile=True, "
                     "and call reserve(seq_len) before the capture"
                 )
-            self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
             self.share_prompts()
-        if not batch.holds(rows, first, end):
-            self._check_rows()
+        with self.passes.changing(VmmkvError):
+            if end > batch.end:
+                self.fit()  # the pass before this one was submitted as a whole: its windows may move on
             batch.reserve(rows, first, end)
-
-    def _check_rows(self) -> None:
-        """Raises `UnfinishedPassError` where a failure of the driver has ended sequences that layers hold tokens of."""
-        if any(extent.rows > self._held().rows for extent in self._extents):
-            raise unfinished()
+            batch.unshare(begin)
 
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph is being captured: Python runs once for many passes."""
-        if torch.compiler.is_compiling() or self.batch is None:
-            return False
-        return self.batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        device = self.device
+        return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """Writes where there is room."""
-        self._held().write(layer, keys, values, first)
-
-    write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]
-    """For what is being compiled: driver calls are no part of a graph. Eager callers save its cost."""
-
-    def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""
-        check_autograd(keys, values)
-        extent = self._extents[layer]
-        rows = extent.rows
-        looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
-        if looks == extent.accepted:
-            return
-        check_kv(extent.layer_idx, keys, values)
-        if not rows and (
-            self.batch is None
-            or not self.batch.rows  # another attention may read the next tokens
-            or Shape.of(keys, values) != self._shapes[layer]
-            or keys.dtype != self.dtype
-        ):
-            self.learn(layer, keys, values)
-        kv_cache = self._held().kv_cache
-        if Shape.of(keys, values) != self._shapes[layer]:
-            raise ShapeError(
-                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {extent.layer_idx}; it holds "
-                f"{self._shapes[layer]}. A cache serves one model"
-            )
-        if rows:
-            check_batch(extent, keys.shape[0])
-        for states in (keys, values):
-            if states.dtype != self.states_dtype:
-                raise DtypeError(
-                    f"got K or V as {states.dtype}; this cache holds {self.states_dtype}, and has tokens. Run all "
-                    "forward passes under autocast, or none"
-                )
-            if states.device != kv_cache.device:
-                raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
-        extent.accepted = looks if rows else ()
-
-    def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens that a layer holds from `first` on: views
-        `[batch_size, num_kv_heads, tokens, head_dim]`, `ScaledStates` where they are kept in 8 bits."""
-        extent = self._extents[layer]
-        k, v, *scales = self._held().parts(layer, extent.rows, first, extent.end)
-        if scales and self.states_dtype:
-            return ScaledStates(k, scales[0], self.states_dtype), ScaledStates(v, scales[1], self.states_dtype)
-        return k, v
-
-    def show(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for whoever may write to them, unless they are `ScaledStates`, to which nobody can: from now on rows
-        share no pages, until there are no tokens.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: as in `Batch.unshare`.
-        """
-        if not self.is_scaled:
-            self._is_shown = True
-            self._held().unshare(first)
-        return self.read(layer, first)
+    # ------------------------------------------------------------------ which sequences
 
     def add_rows(self, indices: list[int]) -> None:
-        """Makes room for as many sequences as are named; those that are added hold what they are to. `fit` takes it
-        back.
-
-        Raises:
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reorder`; nothing has changed.
-        """
+        """Adds rows until there are as many as `indices`; those that are added hold what `indices` says."""
         self.fit()
+        if not self._are_alike():
+            raise unfinished()
         if self.batch and 0 < (rows := self.batch.rows) < len(indices):
-            if self._are_alike():
-                self.batch.reorder([*range(rows), *indices[rows:]], self._can_share())
-            else:
-                self.batch.reserve(len(indices), self.batch.first, self.batch.end)
+            self.batch.reorder([*range(rows), *indices[rows:]], self._can_share())
 
-    def _are_alike(self) -> bool:
-        """Whether all layers that hold tokens hold those of as many sequences."""
-        return len({extent.rows for extent in self._extents if extent.rows}) == 1
+    def reorder(self, indices: list[int]) -> None:
+        """Makes sequence i what sequence `indices[i]` was, in all layers that hold tokens, behind `add_rows`."""
+        held = [extent for extent in self._extents if extent.rows]
+        if held:
+            share, rows = self._can_share(), held[0].rows
+            self._held().reorder(indices[:rows], share, anew=share and len(indices) > rows)
+            for extent in held:
+                extent.rows = len(indices)
+        self.is_reordered, self._step = True, None
 
-    def _can_share(self) -> bool:
-        """Whether all that may be written comes behind what rows hold, so that they may share pages."""
-        return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
-
-    def share_prompts(self) -> None:
-        """Has neighbouring sequences that hold the same bytes share pages, once behind a pass of more than a page: less
-        fills none. It comes before the next pass: all layers have written, and beams have been put into order.
-
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.share`.
-        """
-        batch, last = self._held(), self._extents[-1]
-        if last.rows < 2 or last.last_pass[1] <= batch.page_tokens or last.last_pass == self._compared_pass:
-            return
-        self._compared_pass = last.last_pass
-        self.fit()
-        if last.first == last.end or not (self._are_alike() and self._can_share()):  # a window of one token keeps none
-            return
-        for row, source in equal_neighbours(batch, self._extents):
-            batch.share(row, source)
-
-    def select(self, layer: int, indices: torch.Tensor) -> None:
-        """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
-
-        Raises:
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve` and `unshare`; nothing has changed.
-        """
-        extent, batch = self._extents[layer], self._held()
-        if self._has_selected:
-            extent.changes += 1
+    def select(self, extent: Extent, indices: torch.Tensor) -> None:
+        """Makes sequence i of one layer what its sequence `indices[i]` was, by way of a copy."""
+        if self.is_reordered or not extent.rows:
             return
         if not len(indices):
             extent.clear()
             return
-        first, *others = batch.parts(layer, extent.rows, extent.first, extent.end)
-        indices = indices.to(first.device)
-        chosen = first.index_select(0, indices)
-        batch.reserve(len(indices), extent.first, extent.end)
-        batch.unshare(extent.first)
-        extent.changes += 1
-        extent.rows = len(indices)
-        new_first, *new_others = batch.parts(layer, extent.rows, extent.first, extent.end)
-        new_first.copy_(chosen)
-        del chosen
-        for new, old in zip(new_others, others):
-            new.copy_(old.index_select(0, indices))
-        extent.changes += 1
+        batch, self._step = self._held(), None
+        chosen = [states.index_select(0, indices.to(states.device)) for states in self._view(extent)]
+        with self.passes.changing(*NO_ROOM):
+            batch.reserve(len(indices), extent.first, extent.end)
+            batch.unshare(extent.first)
+        with self.passes.changing():
+            extent.rows = len(indices)
+            for new, old in zip(self._view(extent), chosen):
+                new.copy_(old)
 
-    @contextmanager
-    def selecting(self, indices: list[int]) -> Iterator[None]:
-        """Does at once, for all layers that hold tokens, what they ask for with `select` inside, if they hold tokens of
-        as many sequences; each says by asking that the rest of it is about to follow. `add_rows` comes before.
+    def _are_alike(self) -> bool:
+        """Whether all layers that hold tokens hold those of as many sequences."""
+        return len({extent.rows for extent in self._extents if extent.rows}) < 2
 
-        Raises:
-            OutOfPagesError, DriverError: as in `Batch.reorder`.
-        """
-        held = [extent for extent in self._extents if extent.rows]
-        if self._are_alike():
-            share, rows = self._can_share(), held[0].rows
-            for extent in held:
-                extent.changes += 1
-            self._held().reorder(indices[:rows], share, anew=share and len(indices) > rows)
-            for extent in held:
-                extent.rows = len(indices)
-            self._has_selected = True
-        try:
-            yield
-        finally:
-            self._has_selected = False
+    def _can_share(self) -> bool:
+        """Whether the next writes all come behind what rows hold, so that rows may share pages."""
+        return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
+
+    def share_prompts(self) -> None:
+        """Has neighbouring rows that hold the same bytes share pages, after a pass of more than a page of tokens, and
+        before the next one: then all layers have written, and beams have been put into order."""
+        batch, newest, self._newest = self._held(), self._newest, 0
+        if batch.rows < 2 or newest <= batch.page_tokens:
+            return
+        with self.passes.changing():
+            self.fit()
+            held = {extent.index: (extent.first, extent.end) for extent in self._extents if extent.first < extent.end}
+            if held and self._are_alike() and self._can_share():
+                batch.share_equal_rows(held)
+
+    def show(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens that a layer holds, to read and, unless they are `ScaledStates`, to write: rows share
+        no pages until there are no tokens."""
+        batch = self._held()
+        if not self.is_scaled:
+            self._is_shown, self._step = True, None
+            batch.unshare(extent.first)
+        states = self._read(extent, batch.where(extent.rows, extent.first, extent.end + extent.written))
+        return self._as_scaled(states) if self.is_scaled else (states[0], states[1])
+
+    def _read(self, extent: Extent, where: Where) -> list[torch.Tensor]:
+        return self._held().view(extent.index, where)
 
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""
+        self._step = None
         if self.batch:
-            rows, first, end = self._needed()
-            self.batch.shrink(rows, first, end)
-            self._is_shown = self._is_shown and rows > 0
+            self.batch.shrink(*self._needed())
+            self._is_shown = self._is_shown and self.batch.rows > 0
+
+    def clear(self) -> None:
+        """Drops all tokens, also after a change that ended in the middle."""
+        for extent in self._extents:
+            extent.clear()
+        self._step, self._is_shown, self._newest = None, False, 0
+        if self.batch:
+            self.batch.clear()
 
     def _needed(self) -> tuple[int, int, int]:
         """Rows, first token and end of what layers hold."""
-        held = [extent for extent in self._extents if extent.rows]
-        if not held:
-            return 0, 0, 0
-        return max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held)
+        held = [(extent.rows, extent.first, extent.end) for extent in self._extents if extent.rows]
+        rows, firsts, ends = zip(*held) if held else ([0], [0], [0])
+        return max(rows), min(firsts), max(ends)
 
     def _held(self) -> Batch:
         assert self.batch is not None, "nothing was written yet"
         return self.batch
 
+    # ------------------------------------------------------------------ copies
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = twin = object.__new__(type(self))
         batch = self._forked()
-        vars(twin).update(copy.deepcopy(vars(self) | {"batch": None, "_is_shown": False}, memo))
+        vars(twin).update(copy.deepcopy(vars(self) | {"batch": None, "_is_shown": False, "_step": None}, memo))
         if self.batch and batch is None:
             layout = self.batch.kv_cache.layout
             batch = self.batch.copy(layout, range(layout.num_layers), self.batch.kv_cache.pool)
-        twin.batch = batch
+        twin.set_batch(batch)
         return twin
 
     def _forked(self) -> Batch | None:
         """A fork of its batch; None where there is none, or no rows for it, or where it must not share pages."""
+        self._step = None
         if self.batch is None or any(extent.expected for extent in self._extents):
             return None
-        self.fit()
+        with self.passes.changing(VmmkvError):
+            self.fit()
         return self.batch.fork() if self._can_share() else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
         held = {
-            index: [
-                states.clone().view(_SAVED_AS.get(states.dtype, states.dtype))
-                for states in self._held().parts(index, extent.rows, extent.first, extent.end)
+            extent.index: [
+                states.clone().view(_SAVED_AS.get(states.dtype, states.dtype)) for states in self._view(extent)
             ]
-            for index, extent in enumerate(self._extents)
+            for extent in self._extents
             if extent.rows
         }
         layout = self._held().kv_cache.layout if held else None
-        return vars(self) | {"batch": None, "_is_shown": False, "saved": (layout, held)}
+        return vars(self) | {"batch": None, "_is_shown": False, "_step": None, "saved": (layout, held)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes up tokens where they were loaded to, which may be another device."""
+        """Takes up tokens on the device that they were loaded to."""
         layout, held = state.pop("saved")
         vars(self).update(state)
-        for extent in self._extents:
-            extent.accepted = ()
         if held:
             k, *_ = next(iter(held.values()))
             self.batch = Batch.open(layout, self._limits, self._pools.on(k.device))
             self.batch.reserve(*self._needed())
             for index, saved in held.items():
-                extent = self._extents[index]
-                for states, new in zip(self.batch.parts(index, extent.rows, extent.first, extent.end), saved):
+                for states, new in zip(self._view(self._extents[index]), saved):
                     states.copy_(new.view(states.dtype))
 
-
-def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raises `AutogradError` where autograd would record what is written."""
-    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-        raise AutogradError(
-            "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
-            "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
-        )
-
-
-def check_batch(extent: Extent, rows: int) -> None:
-    """Raises `ShapeError` where a layer that holds tokens gets those of another batch."""
-    if rows != extent.rows:
-        raise ShapeError(
-            f"got a batch of {rows}; the cache holds {extent.rows} sequences. Call reset() for another batch, "
-            "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
-        )
+    def _view(self, extent: Extent) -> list[torch.Tensor]:
+        """Views of all that a layer holds, as `Batch.view`."""
+        batch = self._held()
+        return batch.view(extent.index, batch.where(extent.rows, extent.first, extent.end))

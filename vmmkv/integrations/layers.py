@@ -1,4 +1,9 @@
-"""The layers of a `VmmCache`: what transformers asks of a layer, on a layer group."""
+"""The layers of a `VmmCache`: what transformers asks of a layer, on a layer group.
+
+To transformers a layer is a `DynamicLayer`, with or without a sliding window, on which layers that keep more than K and
+V can be put; but all that deals with K and V is defined anew. It depends on the names of these methods and attributes,
+and on layers that write once in each forward pass, in the order of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +25,62 @@ from ..errors import (
 from .layer_group import LayerGroup
 
 
+def _states(index: int, name: str) -> Any:
+    """The property `keys` or `values` of a layer: see `VmmLayer`."""
+
+    def read(layer: VmmLayer) -> torch.Tensor | None:
+        return (layer.shown() or (None, None))[index]
+
+    def overwrite(layer: VmmLayer, states: torch.Tensor | None) -> None:
+        held = read(layer)
+        if not isinstance(states, torch.Tensor):
+            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
+        if held is None or states.shape != held.shape:
+            there = list(held.shape) if held is not None else "nothing"
+            raise ShapeError(
+                f"got {name} {list(states.shape)}; layer {layer.layer_idx} holds {there}, and an assignment writes "
+                "over what is there. crop(), reset() and batch_select_indices() change how much that is"
+            )
+        if states.dtype != held.dtype:
+            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
+        if states.device != held.device:
+            raise DeviceError(f"got {name} on {states.device}; layer {layer.layer_idx} is on {held.device}")
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
+        held.copy_(states)
+
+    return property(read, overwrite)
+
+
 class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One full-attention layer of a `VmmCache`.
+    """One layer of a `VmmCache`, which lies in the rows of `group`; number `layer_idx` of the model.
 
-    To transformers it is a `DynamicLayer`, so that layers which keep more than K and V can be put on top of it; but all
-    that deals with K and V is defined anew here, on rows.
-
-    Args:
-        group: where K and V go.
-        layer_idx: the layer's number in the model.
+    Attributes:
+        keys, values: K and V of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: views
+            of the rows, until the next crop, reorder or reset; None while it keeps none. An assignment writes there:
+            other states of the same shape, dtype and device. Since the views can be written to, pages that are shared
+            are copied first, and none are shared until the next reset. 8 bits are `ScaledStates`, and cannot be
+            written to.
     """
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False
+    keys, values = _states(0, "K"), _states(1, "V")
 
     def __init__(self, group: LayerGroup, layer_idx: int) -> None:
-        # DynamicLayer's own would set keys and values, which are views made on demand here.
-        self.layer_idx = layer_idx
+        # DynamicLayer's own would set keys and values.
+        self.layer_idx, self.is_sliding = layer_idx, group.window is not None
+        self.home: torch.device | None = None
+        """The device of the last K and V."""
         self.join(group)
 
     def join(self, group: LayerGroup) -> None:
         """Becomes the last layer of a group; the one that it was in must have dropped it."""
-        self._group = group
-        self._index, self._extent = group.add_layer(self.layer_idx)
-
-    @property
-    def group(self) -> LayerGroup:
-        """Where K and V are."""
-        return self._group
+        self.group, self._extent = group, group.add_layer(self.layer_idx)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learns the shapes of K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; writes nothing."""
-        self._group.learn(self._index, key_states, value_states)
+        self.group.learn(self._extent, key_states, value_states, key_states.dtype)
 
     @property
     def rows(self) -> int:
@@ -67,81 +95,40 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """Of K and V; None before the first."""
-        return self._group.states_dtype
+        return self.group.states_dtype
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
         """Where K and V are; None before the first."""
-        return self._group.device
+        return self.group.device
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
-        rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined. To assign to
-        it is to write there: other K of the same shape, dtype and device. Since it can be written to, whoever asks for
-        it has pages that are shared copied, and until the next reset none are shared any more. Of 8 bits it is
-        `ScaledStates`, and cannot be written to."""
-        held = self._held()
-        return held and held[0]
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._overwrite("K", self.keys, states)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """V, like `keys`."""
-        held = self._held()
-        return held and held[1]
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._overwrite("V", self.values, states)
-
-    def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V of the tokens that the layer keeps, to read and to write."""
-        return self._group.show(self._index, self._extent.first) if self._extent.rows else None
-
-    def _overwrite(self, name: str, held: torch.Tensor | None, states: torch.Tensor | None) -> None:
-        if not isinstance(states, torch.Tensor):
-            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
-        if held is None or states.shape != held.shape:
-            there = list(held.shape) if held is not None else "nothing"
-            raise ShapeError(
-                f"got {name} {list(states.shape)}; layer {self.layer_idx} holds {there}, and an assignment writes over "
-                "what is there. crop(), reset() and batch_select_indices() change how much that is"
-            )
-        if states.dtype != held.dtype:
-            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
-        if states.device != held.device:
-            raise DeviceError(f"got {name} on {states.device}; layer {self.layer_idx} is on {held.device}")
-        if torch.is_grad_enabled() and states.requires_grad:
-            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
-        held.copy_(states)
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V that the user may write to."""
+        return self.group.show(self._extent) if self._extent.rows else None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to: of 8 bits, what
-        is kept, unless nothing was there before.
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the tokens that they
+        attend to: of 8 bits what is kept, unless nothing was there before.
 
         Raises:
-            VmmkvError: see `LayerGroup.write`; nothing was written.
+            VmmkvError: as in `LayerGroup.update`; nothing was written.
         """
-        first, is_alone = self._first_visible(self._extent.end), not self._extent.rows
-        self._write(key_states, value_states, self._extent.end)
-        if is_alone and self._group.is_scaled:
-            return key_states, value_states  # which is as exact as the model, and what its fastest kernels read
-        return self._group.read(self._index, first)
+        if torch.compiler.is_dynamo_compiling():
+            return self._update_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
+        return self.group.update(self._extent, key_states, value_states)
 
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        group = self._group
-        write = group.write_outside_graphs if torch.compiler.is_compiling() else group.write
-        write(self._index, keys, values, first)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
+    def _update_outside_graphs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._update(keys, values)
+
+    def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.group.update(self._extent, keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `query_length` ones attend to, themselves included, and the first of them."""
-        first = self._first_visible(self._extent.end)
+        first = self._extent.first_visible(self._extent.end)
         return self._extent.end - first + query_length, first
 
     def get_seq_length(self) -> int:
@@ -149,8 +136,36 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._extent.end
 
     def get_max_length(self) -> int:
-        """The largest length: `max_seq_len`."""
-        return self._group.max_seq_len
+        """The largest length: `max_seq_len`; of a window the window, as in transformers."""
+        return self.group.window or self.group.max_seq_len
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a token attends to, itself included; None: all."""
+        return self.group.window
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor | None:
+        """The window as `DynamicCache(iter(cache))` looks for it."""
+        return torch.tensor(self.group.window) if self.is_sliding else None
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        """Tokens so far, by the name that windows have for it."""
+        return self.get_seq_length()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the layer keeps what its window leaves behind, until the next `crop`."""
+        return self._extent.keeps_past
+
+    @record_past.setter
+    def record_past(self, keeps_past: bool) -> None:
+        self._extent.keeps_past = keeps_past
+
+    def activate_past_recording(self) -> None:
+        """Lets tokens be dropped with `crop` although the window has moved on."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens.
@@ -160,10 +175,10 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Raises:
             ReleasedTokensError: the layer would need tokens that its window has left behind.
-            ArgumentError: that is no whole number.
+            ArgumentError, ValueError: it is no whole number, or positive.
         """
         end = self.length_after_crop(tokens_to_remove)
-        self._extent.first, self._extent.end = self._first_visible(end), end
+        self._extent.first, self._extent.end = self._extent.first_visible(end), end
         if not end:
             self._extent.clear()
 
@@ -177,7 +192,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent
         end = max(extent.end + tokens_to_remove, 0)
-        if self._first_visible(end) < extent.first:
+        if self._extent.first_visible(end) < extent.first:
             raise ReleasedTokensError(
                 f"asked to drop {-tokens_to_remove} of {extent.end} tokens; the window before them is gone: this layer "
                 f"holds tokens from {extent.first} on. Call activate_past_recording() before the tokens come"
@@ -187,25 +202,25 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Drops all tokens."""
         self._extent.clear()
-        self._group.passes.start_over()
+        self.group.passes.start_over()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was; there may be more or fewer of them then."""
-        if self._extent.rows:
+        if self.rows:
             self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each sequence, its copies side by side."""
-        if self._extent.rows:
-            self._select(torch.arange(self._extent.rows).repeat_interleave(repeats))
+        if self.rows:
+            self._select(torch.arange(self.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences named, or marked, by `indices`, and no others."""
-        if self._extent.rows:
-            self._select(torch.arange(self._extent.rows, device=indices.device)[indices])
+        """Keeps the sequences that `indices` names, or marks, and no others."""
+        if self.rows:
+            self._select(torch.arange(self.rows, device=indices.device)[indices])
 
     def _select(self, indices: torch.Tensor) -> None:
-        self._group.select(self._index, indices)
+        self.group.select(self._extent, indices)
 
     def offload(self) -> NoReturn:
         """Raises `UnsupportedError`: attention reads K and V where they are written."""
@@ -215,62 +230,3 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         )
 
     prefetch = offload
-
-    def _first_visible(self, length: int) -> int:
-        """The first token that the one behind `length` others attends to."""
-        return 0
-
-
-class Sliding:
-    """What layers have in common whose tokens attend to `sliding_window` tokens, themselves included.
-
-    Attributes:
-        record_past: keep what the window leaves behind, until the next `crop`.
-    """
-
-    is_sliding = True
-    sliding_window: int
-    record_past: bool
-
-    def activate_past_recording(self) -> None:
-        """From now on tokens may be dropped with `crop` although the window has moved on."""
-        self.record_past = True
-
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
-
-    def _first_visible(self, length: int) -> int:
-        return max(length - self.sliding_window + 1, 0)
-
-
-class VmmSlidingWindowLayer(Sliding, VmmLayer):  # type: ignore[no-untyped-call]
-    """One layer of a `VmmCache` with a sliding window."""
-
-    def __init__(self, group: LayerGroup, layer_idx: int, sliding_window: int) -> None:
-        super().__init__(group, layer_idx)
-        self.sliding_window = sliding_window
-        self.record_past = False
-
-    @property
-    def cumulative_length(self) -> int:  # type: ignore[override]
-        """Tokens so far, by the name that transformers has for it."""
-        return self.get_seq_length()
-
-    @property
-    def _sliding_window_tensor(self) -> torch.Tensor:
-        """What `DynamicCache(iter(cache))` knows a window by."""
-        return torch.tensor(self.sliding_window)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._extent.rows or self.record_past or key_states.shape[-2] < self.sliding_window:
-            attended = super().update(key_states, value_states)
-            if not self.record_past:
-                self._extent.first = self._first_visible(self._extent.end)
-            return attended
-        # A prompt attends to nothing but itself, and only its last tokens will be attended to: no others are kept.
-        first = self._first_visible(key_states.shape[-2])
-        self._write(key_states[:, :, first:], value_states[:, :, first:], first)
-        return key_states, value_states

@@ -1,6 +1,7 @@
 """Masks for `attn_implementation="vmmkv"`: `Spans` where they say it all, and the mask of eager attention elsewhere.
 
-Not that of SDPA, which is bool: some models compute with masks, and know only those that are added to scores.
+The mask of SDPA is bool; some models compute with masks, and know only those that are added to scores. Of transformers
+it depends on how `masking_utils` composes mask functions, and on the keywords that it gives to mask interfaces.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What transformers calls to make a mask; its arguments are those of `eager_mask`.
+    """The function that transformers calls to make a mask; its arguments are those of `eager_mask`.
 
     It checks whether the attention mask pads on the left, which waits for the GPU. Inside graphs it cannot: there the
     device asserts it.
@@ -89,13 +90,13 @@ def _window_of(mask_function: Callable[..., Any], q_length: int, kwargs: dict[st
 
 
 def _captured(function: Callable[..., Any]) -> Any:
-    """What a function that transformers has made keeps in its closure."""
+    """The content of the closure of a function that transformers has made."""
     (cell,) = function.__closure__ or ()
     return cell.cell_contents
 
 
 _AND, _WINDOW = and_masks(causal_mask_function).__code__, sliding_window_overlay(1).__code__
-"""What transformers makes causal windows of: `and_masks(sliding_window_overlay(window), causal_mask_function)`."""
+"""Causal windows of transformers are `and_masks(sliding_window_overlay(window), causal_mask_function)`."""
 
 
 def _left_padding(attention_mask: torch.Tensor, end: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +108,7 @@ def _left_padding(attention_mask: torch.Tensor, end: int | torch.Tensor) -> tupl
 
 
 def warn(lacking: str) -> None:
-    """Says once that something runs without kernels."""
+    """Warns once that something runs without kernels."""
     if torch.compiler.is_compiling():
         return
     logger.warning_once(

@@ -1,7 +1,4 @@
-"""The pools of a cache for transformers: on each device one, for all of its layer groups.
-
-Invariant: a pool that was made here lives as long as something lies on it, no longer.
-"""
+"""The frame pools of a cache for transformers: one on each device, for all of its layer groups."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from ..pool import FramePool, check_given
 
 
 def check_memory(pool: FramePool | None, *, max_bytes: float | str | None, page_size: int | None = None) -> None:
-    """Checks what K and V are to lie on: a pool, or one that is made with a limit, and pages.
+    """Checks the memory for K and V: a pool, or the limit and page size of one that is to be made.
 
     Raises:
-        ArgumentError: the pool is none, or another cache's own, or has others beside it, of which it has its own.
+        ArgumentError: `pool` is no pool, or another cache's own, or there is a limit or a page size beside it.
         BudgetError: the limit cannot be one, on any device.
     """
     if pool is not None:
@@ -36,33 +33,22 @@ def check_memory(pool: FramePool | None, *, max_bytes: float | str | None, page_
 
 
 class Pools:
-    """See above.
+    """A pool for each device: the one that was given, or pools that live as long as something lies on them.
 
     Args:
-        max_bytes: the limit of each that is made here; None is 80 % of the memory that is free then.
+        max_bytes: the limit of each pool that is made here; None is 80 % of the memory that is free then.
         page_size: bytes of a page; None is 2 MiB.
-        given: the one to use instead, which others may use as well.
-
-    Raises:
-        ArgumentError: what must be a number, or a pool, is none, or the pool is another cache's own; or there is a
-            limit, or a page, beside a pool.
-        LayoutError, BudgetError: it is a number that cannot be, on any device.
+        given: the pool to use instead, which others may use as well.
     """
 
     def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
         check_memory(given, max_bytes=max_bytes, page_size=page_size)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._given = max_bytes, given
         self._page_size = None if page_size is None else check_size("page_size", page_size)
-        self._given = given
         self._made: weakref.WeakValueDictionary[torch.device, FramePool] = weakref.WeakValueDictionary()
 
     def on(self, device: torch.device) -> FramePool:
-        """The pool of a device.
-
-        Raises:
-            DeviceError: it is not where the given one is, or there is none.
-            BudgetError: as in `FramePool`.
-        """
+        """The pool of a device; raises `DeviceError` where the given one is on another."""
         if self._given is not None:
             if device != self._given.device:
                 raise DeviceError(
@@ -77,9 +63,9 @@ class Pools:
         return pool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Of a copy: the same ones, on which it shares pages."""
+        """The same pools: a copy of a cache shares pages."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is pickled: no memory. Who lay on a given pool comes back on one of its own."""
+        """Pickles no memory: a cache on a given pool comes back on one of its own."""
         return type(self), (self._max_bytes, self._page_size, None)

@@ -1,7 +1,7 @@
-"""`ScaledStates`: K or V kept as 8-bit numbers and their scales, which to a model looks like the K or V that it gave.
+"""`ScaledStates`: K or V kept as 8-bit numbers and their scales, which looks like the K or V that a model gave.
 
-Attention that knows it reads numbers and scales. To whatever else is done with it, it is dequantized then. How numbers
-are made is said in `vmmkv.kernels.quantized`.
+vmmkv's attention reads numbers and scales; for every other operation they are dequantized. `vmmkv.kernels.quantized`
+says how numbers are made.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ..kernels.checks import ATTENTION_DTYPES
 from ..kernels.quantized import dequantize, quantize
 
 PIECE = 1 << 22
-"""Numbers that are rounded, or made wide, at a time: what that takes in fp32 is a few times 16 MiB, however long rows
-are."""
+"""Numbers that are rounded, or made wide, at a time, which takes a few times 16 MiB in fp32."""
 
 
 def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -29,15 +28,15 @@ def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 
 class ScaledStates(torch.Tensor):
-    """K or V, `[batch, num_kv_heads, tokens, head_dim]` to those who look, of which 8 bits of each number are kept.
+    """K or V, by its shape `[batch, num_kv_heads, tokens, head_dim]`, of which 8 bits of each number are kept.
 
-    What is computed with it, a part of it as well, is computed with a copy of all of it, in its dtype, which is made
-    for each operation. It cannot be written to. Compilers and CUDA graphs see its two tensors.
+    Each operation works on a copy of all of it, in its dtype. It cannot be written to. Compilers and CUDA graphs see
+    its two tensors.
 
     Args:
         numbers: e4m3fn or int8, of that shape and any strides.
         scales: fp32 `[batch, num_kv_heads, tokens]`, any strides.
-        dtype: that the model has them in.
+        dtype: of K and V in the model.
     """
 
     numbers: torch.Tensor
@@ -82,14 +81,14 @@ class ScaledStates(torch.Tensor):
         return operation(*args, **kwargs)
 
     def __setitem__(self, place: Any, states: Any) -> NoReturn:
-        """Raises `UnsupportedError`: torch would write to what it reads there first, which is a copy."""
+        """Raises `UnsupportedError`: torch would write to a copy."""
         raise _read_only("an assignment")
 
     def data_ptr(self) -> NoReturn:
         """Raises `UnsupportedError`: there is no memory with these numbers."""
         raise UnsupportedError(
-            "asked for the address of K or V of 8 bits, which attn_implementation='vmmkv' and what goes through torch "
-            "can read; make the VmmCache without kv_dtype"
+            "asked for the address of K or V of 8 bits, which attn_implementation='vmmkv' and operations of torch can "
+            "read; make the VmmCache without kv_dtype"
         )
 
     def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
@@ -106,11 +105,6 @@ def _read_only(what: str) -> UnsupportedError:
     )
 
 
-def as_plain(states: torch.Tensor) -> torch.Tensor:
-    """What `ScaledStates` stand for; others as they are."""
-    return states.dequantized() if isinstance(states, ScaledStates) else states
-
-
 def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation writes to `ScaledStates` that it was given."""
     known = operation._schema.arguments
@@ -120,8 +114,8 @@ def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> None:
-    """Writes K or V as 8-bit numbers and their scales; all three as in `ScaledStates`. For what the append kernel does
-    not take; it writes the same bits."""
+    """Writes K or V as 8-bit numbers and their scales, all three as in `ScaledStates`: the bits that the append kernel
+    writes, where it cannot run."""
     for here in _pieces(states):
         new_numbers, new_scales = quantize(states[:, :, here], numbers.dtype)
         numbers[:, :, here], scales[:, :, here] = new_numbers, new_scales

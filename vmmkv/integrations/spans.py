@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedAttentionError
 
 NAME = "vmmkv"
-"""Of the attention that reads them, as `attn_implementation`."""
+"""The `attn_implementation` that reads them."""
+
+
+def attention_of(config: PreTrainedConfig) -> str:
+    """The name of the attention that a model runs."""
+    return str(config.get_text_config(decoder=True)._attn_implementation)
+
 
 _COPIES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 _MOVE = torch.ops.aten._to_copy.default
@@ -23,8 +30,8 @@ class Spans(torch.Tensor):
     Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and with a
     window only the last of them. Tokens are counted from where K and V begin.
 
-    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it, since
-    kernels would get the mask as it was before. Compilers and CUDA graphs see its two tensors, and its window as a
+    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it:
+    kernels would still get the mask before that. Compilers and CUDA graphs see its two tensors, and its window as a
     constant.
 
     Args:
@@ -47,7 +54,7 @@ class Spans(torch.Tensor):
         self.first, self.end, self.window = first, end, window
 
     def as_bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """The mask that it stands for, as transformers' eager attention has masks: added to scores."""
+        """The mask that it stands for, in `dtype`, to be added to scores as in transformers' eager attention."""
         q_length, kv_length = self.shape[2:]
         first, end = self.first.view(-1, 1, 1, 1), self.end.view(-1, 1, 1, 1)
         key = torch.arange(kv_length, device=self.device)
@@ -67,7 +74,7 @@ class Spans(torch.Tensor):
         return cls(tensors["first"], tensors["end"], window, shape)
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled graphs that take it depend on."""
+        """The properties that compiled graphs depend on."""
         return f"{type(self).__qualname__} {tuple(self.shape)} {self.window} {self.device}"
 
     @classmethod
@@ -95,7 +102,7 @@ class Spans(torch.Tensor):
 def _without_first_queries(
     shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[int, ...] | None:
-    """What a slice leaves of a mask's shape, if that is all of it, or the last queries; else None."""
+    """The shape that a slice leaves of a mask, if that is all of it, or the last queries; else None."""
     kept = range(*slice(start, end, step).indices(shape[dim]))
     if kept == range(shape[dim]) or (dim == 2 and kept == range(kept.start, shape[dim])):
         return (*shape[:dim], len(kept), *shape[dim + 1 :])

@@ -1,7 +1,8 @@
 """A Hugging Face cache that grows in place: `generate(..., cache=VmmCache(...))`.
 
-`DynamicCache` writes all of K and V anew for each token. Here a token is written where it stays, and attention
-reads a strided view of the rows.
+`DynamicCache` writes all of K and V anew for each token. Here a token is written where it stays, and attention reads a
+strided view of the rows. Of transformers it depends on `DynamicCache`, which chooses a kind of layer for each layer of
+a config, and on the methods of a cache that `generate` and models call.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from functools import partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,8 +19,6 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -30,24 +27,31 @@ from ..cache import KVCache
 from ..errors import (
     ArgumentError,
     DeviceError,
-    DtypeError,
     KeptLayersWarning,
     OutOfRangeError,
     ShapeError,
+    StreamCaptureError,
     UnsupportedError,
 )
-from ..layout import DTYPES, kv_dtype_from_name
+from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .batch import Limits
-from .compiled_group import CompiledLayerGroup
-from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer
-from .extents import Passes
-from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
-from .layer_group import LayerGroup, check_kv
-from .layers import VmmLayer, VmmSlidingWindowLayer
+from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
+from .hybrid_layers import forget_states, layer_on_rows
+from .layer_group import NO_ROOM, LayerGroup
+from .layers import VmmLayer
+from .passes import Passes, check_kv
 from .pools import Pools
-from .scaled_states import as_plain
-from .spans import NAME
+from .spans import NAME, attention_of
+
+NOT_COMPILED = {
+    "moshi": "is a moshi: its masks leave out the window that its layers keep",
+    "prophetnet": "is a prophetnet: it attends to n-grams by its own code, which reads rows to their end",
+}
+"""Types of models that cannot run with `compile=True`, and why."""
+
+TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})
+"""Types of models that call `view` on K and V."""
 
 
 class VmmCache(DynamicCache):
@@ -56,23 +60,20 @@ class VmmCache(DynamicCache):
     Before transformers 5.24 the argument is called `past_key_values`.
 
     Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
-    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it:
-    what fits into them costs no driver call (a window that has moved starts over at the front of its rows, and pages
-    move there). `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache.
-    `copy.deepcopy` forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes
-    behind a prompt, as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and
-    `torch.save` keep the tokens that are there and nothing else (not with `compile=True`).
+    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it.
+    `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache. `copy.deepcopy`
+    forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes behind a prompt,
+    as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and `torch.save` keep the tokens
+    that are there and nothing else (not with `compile=True`).
 
-    Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
-    some do not use others can have, copies of the cache included. With `pool` they share it with whatever else lies
-    there: other models, the other half of an `EncoderDecoderCache`, a `KVCache`.
+    Full attention and each window have rows of their own; on each device all of them, and all copies of the cache, lie
+    on one `FramePool`. With `pool` they share it with other models, the other half of an `EncoderDecoderCache`, or a
+    `KVCache`.
 
     Attention reads strided views. Torch's memory-efficient SDPA computes strides in 32 bits, so layers share a token
-    record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the layout), and every backend
-    reads the right tokens. So the longer the rows, the coarser the pages.
-
-    If K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. If layers are on
-    several devices, each device has its own `kv_caches` (not with `compile=True`).
+    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages. If K and V
+    differ in dtype, as under autocast, both are kept in the wider one. If layers are on several devices, each device
+    has its own `kv_caches` (not with `compile=True`).
 
     For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
     next one raises `UnfinishedPassError`, until `reset()`.
@@ -93,10 +94,10 @@ class VmmCache(DynamicCache):
             kernels do not take K and V (on the CPU, in some dtypes and head sizes) a warning says so, and the cache
             works uncompiled. Layers write a prompt as a whole, also where a window moves over it.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
-            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them as they are. For any
-            other attention a layer's K and V are dequantized in each forward pass, in memory that is freed after the
-            layer. The first tokens of a sequence attend to their K and V as the model made them. Not with
-            `compile=True`; `keys` and `values` of layers cannot be written to. None: the dtype that they come in.
+            head (`KVLayout(scales="token_head")`). attn_implementation="vmmkv" reads them as they are; for any other
+            attention a layer's K and V are dequantized in each forward pass. The first tokens of a sequence attend to
+            their K and V as the model made them. Not with `compile=True`; `keys` and `values` of layers cannot be
+            written to. None: the dtype that they come in.
         offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
@@ -107,8 +108,7 @@ class VmmCache(DynamicCache):
             or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
-        UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
-            as whole rows.
+        UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model that cannot run with it.
     """
 
     layers: list[Any]
@@ -139,9 +139,11 @@ class VmmCache(DynamicCache):
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
             )
-        if compile and _attention_of(config) != NAME:
+        if compile and (reason := NOT_COMPILED.get(config.get_text_config(decoder=True).model_type)):
+            raise UnsupportedError(f"asked for compile=True for a model that {reason}. Make the cache without it")
+        if compile and attention_of(config) != NAME:
             raise ArgumentError(
-                f"asked for compile=True for a model with attn_implementation={_attention_of(config)!r}, which reads "
+                f"asked for compile=True for a model with attn_implementation={attention_of(config)!r}, which reads "
                 f'rows to their end, where no memory is; load it with attn_implementation="{NAME}", or make the cache '
                 "without compile=True"
             )
@@ -149,55 +151,32 @@ class VmmCache(DynamicCache):
         super().__init__(config=config)
         self._limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
-        self._scaled_for = config if kept_dtype else None
-        """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
+        self._copies = config.get_text_config(decoder=True).model_type in TAKES_NO_STRIDES
+        self._config = config if kept_dtype else None
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-        self.layers[:] = [
-            self._with_rows(layer, index, self._group) or layer for index, layer in enumerate(self.layers)
-        ]
+        self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
 
     def _group(self, window: int | None) -> Any:
         """The group for layers of a window, while no layer is on a device yet."""
         found = next((group for group in self._groups if group.window == window), None)
-        if found is not None:
-            return found
-        options = self._limits, self._pools, self._passes, window
-        if self._is_compiled:
-            self._groups.append(CompiledLayerGroup(*options))
-        else:
-            self._groups.append(LayerGroup(*options))
-        return self._groups[-1]
+        if found is None:
+            kind = CompiledLayerGroup if self._is_compiled else LayerGroup
+            self._groups.append(found := kind(self._limits, self._pools, self._passes, window, self._config))
+        return found
 
-    def _with_rows(self, layer: Any, layer_idx: int, group: Callable[[int | None], Any]) -> Any:
-        """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
-
-        By exact type: what a subclass keeps, or does, beside what is known here would be lost.
-
-        Args:
-            group: makes, or finds, the group for layers of a window.
-        """
-        groups: Any = self._groups
-        full: Any = partial(VmmCompiledLayer, groups) if self._is_compiled else VmmLayer
-        sliding: Any = partial(VmmCompiledSlidingWindowLayer, groups) if self._is_compiled else VmmSlidingWindowLayer
-        kind: Any = type(layer)
-        if kind is DynamicLayer:
-            return full(group(None), layer_idx)
-        if kind is DynamicSlidingWindowLayer:
-            return sliding(group(layer.sliding_window), layer_idx, layer.sliding_window)
-        if self._is_compiled:
-            return None
-        if kind is LinearAttentionAndFullAttentionLayer:
-            return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
-        if kind is LinearAttentionAndSlidingWindowAttentionLayer:
-            window = layer.sliding_window
-            return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
-        if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
-            return indexed_layer(kind)(group(None), layer_idx)
-        return None
+    def _with_rows(self, layer: Any, layer_idx: int) -> Any:
+        """The layer on rows that takes the place of a layer of transformers, or that layer."""
+        if not self._is_compiled:
+            return layer_on_rows(layer, layer_idx, self._group) or layer
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return layer
+        group = self._group(getattr(layer, "sliding_window", None))
+        return VmmCompiledLayer(cast(Any, self._groups), group, layer_idx)
 
     def _tell_what_is_kept(self) -> None:
+        """Names the layers that there are no rows for."""
         kept: defaultdict[str, list[int]] = defaultdict(list)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayerMixin) and not isinstance(layer, VmmLayer):
@@ -208,19 +187,11 @@ class VmmCache(DynamicCache):
                 f"asked for compile=True; layers of these kinds cannot be read as whole rows ({names}). Make the cache "
                 "without it"
             )
+        told = "no layer of this model keeps K and V: VmmCache does what DynamicCache does"
         if kept:
-            warnings.warn(
-                f"VmmCache has no rows for layers of these kinds ({names}); their K and V stay where DynamicCache "
-                "keeps them",
-                KeptLayersWarning,
-                stacklevel=3,
-            )
-        elif not self._groups:
-            warnings.warn(
-                "no layer of this model keeps K and V: VmmCache does what DynamicCache does",
-                KeptLayersWarning,
-                stacklevel=3,
-            )
+            told = f"VmmCache has no rows for layers of these kinds ({names}); they are as in DynamicCache"
+        if kept or not self._groups:
+            warnings.warn(told, KeptLayersWarning, stacklevel=3)
 
     @property
     def is_compileable(self) -> bool:
@@ -231,13 +202,13 @@ class VmmCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the
-        tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. What
-        else models give to caches is passed over, as by `DynamicCache`.
+        tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. Other
+        arguments are ignored, as by `DynamicCache`.
 
         Raises:
             OutOfRangeError: there is no such layer.
             ArgumentError: that is no number, or K or V no tensor.
-            VmmkvError: see `LayerGroup.write`. Nothing was written in any case.
+            VmmkvError: as in `LayerGroup.update`. Nothing was written in any case.
         """
         try:
             layer = self.layers[layer_idx]
@@ -251,43 +222,38 @@ class VmmCache(DynamicCache):
             if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
                 kinds = type(key_states).__name__, type(value_states).__name__
                 raise ArgumentError(f"got {kinds[0]} and {kinds[1]} as K and V of layer {layer_idx}; both are tensors")
-            dtype = layer.group.dtype
-            if not key_states.dtype == value_states.dtype == dtype:
-                key_states, value_states = _in_one_dtype(key_states, value_states, dtype)
-            if not layer.is_initialized:
+            if key_states.device != layer.home:
                 check_kv(layer_idx, key_states, value_states)
                 self._settle(layer, key_states.device)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        if self._scaled_for is not None and _attention_of(self._scaled_for) != NAME:
-            return as_plain(keys), as_plain(values)  # compilers, and kernels of others, need not know of anything else
-        return keys, values
+        return (keys.contiguous(), values.contiguous()) if self._copies else (keys, values)
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
-        """Moves a layer without tokens to its device, if it is not there, and all behind it along: models are cut into
-        runs of layers, and where the next run begins is seen when its K and V come."""
+        """Moves a layer without tokens, and all layers behind it, to the device of its K and V: models are cut into
+        runs of layers."""
         here = layer.group.device
-        if here is None or here == device:
-            return
-        groups = [group for group in self._groups if group.window == layer.group.window]
-        behind = [
-            each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
-        ]
-        if self._is_compiled or any(each.is_initialized for each in behind):
-            raise DeviceError(
-                f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
-                "several devices needs a cache made without compile=True, and one that has moved, reset() before"
+        if here is not None and here != device and not layer.is_initialized:
+            groups = [group for group in self._groups if group.window == layer.group.window]
+            behind = [
+                each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
+            ]
+            if self._is_compiled or any(each.is_initialized for each in behind):
+                raise DeviceError(
+                    f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
+                    "several devices needs a cache made without compile=True, and one that has moved, reset() before"
+                )
+            kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
+            batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
+            for group, num_layers, batch in zip(groups, kept, batches):
+                group.keep_first(num_layers, batch)
+            target = next(
+                (group for group in groups if group.device == device),
+                LayerGroup(self._limits, self._pools, self._passes, layer.group.window, self._config),
             )
-        kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
-        batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
-        for group, num_layers, batch in zip(groups, kept, batches):
-            group.keep_first(num_layers, batch)
-        target = next(
-            (group for group in groups if group.device == device),
-            LayerGroup(self._limits, self._pools, self._passes, layer.group.window),
-        )
-        for each in behind:
-            each.join(target)
-        self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
+            for each in behind:
+                each.join(target)
+            self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
+        layer.home = device
 
     def reserve(self, seq_len: int) -> None:
         """With `compile=True`: maps pages for sequences of up to `seq_len` tokens, for forward passes that are compiled
@@ -307,13 +273,13 @@ class VmmCache(DynamicCache):
 
     @property
     def kv_caches(self) -> list[KVCache]:
-        """What K and V lie in, for accounting: a `KVCache` for full attention, and one for each window, on each device.
-        Those of layers that nothing was written to are missing."""
+        """The caches of K and V, for accounting: one for full attention, and one for each window, on each device; none
+        for layers that nothing was written to."""
         return [group.batch.kv_cache for group in self._groups if group.batch]
 
     @property
     def pools(self) -> list[FramePool]:
-        """The memory that the `kv_caches` share, on each device one: for statistics, `set_limit()` and `trim()`."""
+        """The memory of the `kv_caches`, one pool on each device: for statistics, `set_limit()` and `trim()`."""
         return list(dict.fromkeys(kv_cache.pool for kv_cache in self.kv_caches))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -330,9 +296,14 @@ class VmmCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, VmmLayer):
                 layer.length_after_crop(tokens_to_remove)
-        for layer in sorted(self.layers, key=_crops_for_sure):
+        refusing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        for layer in refusing:
             layer.crop(tokens_to_remove)
-        self._fit()
+        with self._passes.changing(StreamCaptureError):
+            for layer in self.layers:
+                if layer not in refusing:
+                    layer.crop(tokens_to_remove)
+            self._fit()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was: `[sequences]`, int32 or int64. There may be more or fewer
@@ -379,25 +350,35 @@ class VmmCache(DynamicCache):
         if not len(chosen):
             self.reset()
             return
-        try:
-            indices = chosen.tolist()
-            for group in self._groups:
-                group.add_rows(indices)
-            with ExitStack() as stack:
+        indices = chosen.tolist()
+        with self._passes.changing(*NO_ROOM):
+            try:
                 for group in self._groups:
-                    stack.enter_context(group.selecting(indices))
+                    group.add_rows(indices)
+            except NO_ROOM:
+                self._fit()
+                raise
+        with self._passes.changing():
+            try:
+                for group in self._groups:
+                    group.reorder(indices)
                 for layer in self.layers:
                     layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
-        finally:
+            finally:
+                for group in self._groups:
+                    group.is_reordered = False
             self._fit()
 
     def reset(self) -> None:
-        """Drops all tokens; their pages stay mapped for those to come."""
+        """Drops all tokens, also after a pass that ended in the middle; their pages stay mapped for those to come."""
+        self._passes.is_broken = True
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
             if type(layer) is LinearAttentionLayer and not self._is_compiled:
                 forget_states(layer)
-        self._fit()
+        for group in self._groups:
+            group.clear()
+        self._passes.is_broken = False
 
     def _fit(self) -> None:
         for group in self._groups:
@@ -405,43 +386,16 @@ class VmmCache(DynamicCache):
 
 
 def _made_without(config: object, max_seq_len: object) -> ArgumentError:
-    """What to raise where a cache is made as only a `DynamicCache` can be."""
+    """The error for a cache that is made as only a `DynamicCache` can be."""
     return ArgumentError(
         f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
-        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. What makes caches of the same "
-        "type by itself (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it "
-        "a DynamicCache"
+        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. Code that makes caches of the "
+        "same type (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it a "
+        "DynamicCache"
     )
 
 
-def _attention_of(config: PreTrainedConfig) -> str:
-    """The name of the attention that a model runs."""
-    return str(config.get_text_config(decoder=True)._attn_implementation)
-
-
-def _crops_for_sure(layer: object) -> bool:
-    """Whether a layer crops what `VmmLayer.length_after_crop` has allowed; others may still refuse."""
-    return isinstance(layer, VmmLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
-
-
 def _as_index(indices: object) -> torch.Tensor:
-    """What names, or marks, sequences, as torch takes it."""
+    """An index that names, or marks, sequences, as torch takes it."""
     index = torch.as_tensor(indices)
     return index if index.numel() else index.long()
-
-
-def _in_one_dtype(
-    keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V in the narrowest dtype that holds both, and what is `dtype`, exactly."""
-    wide = None
-    if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded
-        with suppress(RuntimeError):
-            wide = reduce(torch.promote_types, [keys.dtype, values.dtype, dtype or keys.dtype])
-    if wide is None:
-        held = f", and the cache holds {dtype}" if dtype else ""
-        raise DtypeError(
-            f"got K as {keys.dtype} and V as {values.dtype}{held}; vmmkv has no dtype that holds all of it. Run the "
-            "model in one of its dtypes, or all forward passes under autocast"
-        )
-    return keys.to(wide), values.to(wide)

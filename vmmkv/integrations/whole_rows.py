@@ -1,4 +1,4 @@
-"""`WholeRows`: K or V of rows that have memory for live tokens only. Who does not know that cannot read them."""
+"""`WholeRows`: K or V of rows that have memory for live tokens only, which nothing but vmmkv's attention can read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .spans import NAME
 
 
 class WholeRows(torch.Tensor):
-    """K or V, `[batch, num_kv_heads, max_seq_len, head_dim]` to those who look, for kernels that are told the lengths.
+    """K or V, by its shape `[batch, num_kv_heads, max_seq_len, head_dim]`, for kernels that are told the lengths.
 
-    Whatever else reads it would go on to where no memory is, and end the process: nothing can be computed with it.
-    Compilers and CUDA graphs see its two tensors, and have its window as a constant.
+    All else would read on to where no memory is, and end the process: nothing can be computed with it. Compilers and
+    CUDA graphs see its two tensors, and have its window as a constant.
 
     Args:
         states: the rows.
@@ -36,7 +36,7 @@ class WholeRows(torch.Tensor):
         self.states, self.lengths, self.window = states, lengths, window
 
     def live(self, tokens: int) -> range:
-        """What the newest `tokens` may attend to, and there is memory for. It waits for the device."""
+        """The tokens that the newest `tokens` may attend to; it waits for the device."""
         end = int(self.lengths[0])
         return range(0 if self.window is None else max(end - tokens - self.window + 1, 0), end)
 
