@@ -8,19 +8,21 @@ code that knows their insides.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from numbers import Real
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..arguments import check_size
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
 from .batching.groups import Options, not_for_rows
-from .batching.model import put_on_rows, take_off_rows
+from .batching.model import managers_of, put_on_rows, take_off_rows
 from .pools import check_memory
 from .request_checks import check_positions
 
@@ -33,6 +35,8 @@ def enable(
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
+    persistent: bool = False,
+    raise_errors: bool = False,
 ) -> None:
     """Have a model's continuous batching keep K and V in rows, from the next manager on.
 
@@ -43,7 +47,7 @@ def enable(
     (`fullgraph=True`), or run on several devices.
 
     Args:
-        model: a decoder whose layers attend to all tokens, or to a window.
+        model: a decoder whose layers attend to all tokens, or to a window; also inside a model of PEFT.
         max_bytes: the most that K and V may take: bytes, `"20GiB"`, or a share of the memory that is free. None is what
             the `ContinuousBatchingConfig` says, or else 80 %. For a model on several devices, on each of them.
         pool: physical memory shared with other models, instead of `max_bytes`.
@@ -54,6 +58,10 @@ def enable(
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale for each token and
             head (`KVLayout(scales="token_head")`), and all tokens, those of prompts included, attend to the quantized
             ones. None: the model's dtype.
+        persistent: `generate_batch` keeps its manager for the next call, and CUDA graphs with it, as with
+            `persistent_manager=True`; K and V go back to the system when a call ends. With other settings than before
+            a call makes another manager.
+        raise_errors: `generate_batch` raises `VmmkvError` if a request fails, which otherwise its result says.
 
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
@@ -64,6 +72,7 @@ def enable(
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
     check_version()
+    model = _inside(model)
     _check_model(model)
     check_memory(pool, max_bytes=max_bytes)
     if not (isinstance(idle_seconds, Real) and idle_seconds >= 0):
@@ -74,14 +83,72 @@ def enable(
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     max_seq_len, kept_dtype = check_size("max_seq_len", max_seq_len), kv_dtype_from_name(kv_dtype)
     check_positions(model, max_seq_len)
-    put_on_rows(model, Options(max_bytes, pool, max_seq_len, idle_seconds, kept_dtype))
+    put_on_rows(model, Options(max_bytes, pool, max_seq_len, idle_seconds, kept_dtype, persistent, raise_errors))
 
 
 def disable(model: PreTrainedModel) -> None:
     """Have a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to one
     that was not enabled, except a copy that was made while a manager ran the model: it gets transformers' default
     attention."""
-    take_off_rows(model)
+    take_off_rows(_inside(model))
+
+
+def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
+    """Give the memory of a model's K and V back to the system, for a training step, say; returns its bytes. Managers
+    stay, and their CUDA graphs. Cached prefixes are dropped.
+
+    A manager that has stopped needs no `wake`. One that runs takes requests, and begins with them at `wake`; until then
+    the model attends as before `enable`, and may be trained.
+
+    Args:
+        model: a model on rows.
+        offload: running requests move to host memory (`cpu_offload_space` of the `ContinuousBatchingConfig`), and go on
+            at `wake`. Otherwise none may run.
+
+    Raises:
+        BusyError: requests run, and they are not to move.
+        OutOfHostMemoryError: host memory has no room for all requests. They go on.
+    """
+    return sum(manager.sleep(offload=offload) for manager in managers_of(_inside(model)))
+
+
+def wake(model: PreTrainedModel) -> None:
+    """End `sleep`. Memory is taken as requests need it."""
+    for manager in managers_of(_inside(model)):
+        manager.wake()
+
+
+class Rollouts:
+    """`sleep` and `wake` under verl's names, for trainers that call them on an object.
+
+    Args:
+        model: a model on rows.
+        offload: as in `sleep`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
+        self._model, self._offload = model, offload
+
+    def release(self, tags: Iterable[str] = ("kv_cache",)) -> int:
+        """Give memory back: of K and V (`"kv_cache"`). Raises `UnsupportedError` for other tags: weights stay."""
+        _check_tags(tags)
+        return sleep(self._model, offload=self._offload)
+
+    def resume(self, tags: Iterable[str] = ("kv_cache",)) -> None:
+        """End `release`."""
+        _check_tags(tags)
+        wake(self._model)
+
+
+def _check_tags(tags: Iterable[str]) -> None:
+    if unknown := {*tags} - {"kv_cache"}:
+        raise UnsupportedError(f"asked to release {', '.join(sorted(unknown))}; rows hold kv_cache alone")
+
+
+def _inside(model: Any) -> Any:
+    """The model inside a model of PEFT, which hands `generate_batch` on to it."""
+    get = None if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", None)
+    return get() if get else model
 
 
 def _check_model(model: PreTrainedModel) -> None:

@@ -36,6 +36,8 @@ class Options:
     max_seq_len: int
     idle_seconds: float
     kv_dtype: torch.dtype | None
+    persistent: bool = False
+    raise_errors: bool = False
 
 
 class Group(NamedTuple):
@@ -193,6 +195,8 @@ def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks
 def _caches_here(options: Options, groups: list[Group], config: Any) -> list[KVCache]:
     pools: dict[torch.device, FramePool] = {}
     for device in devices_of(groups):
+        if device.type == "cuda" and options.pool is None:
+            torch.cuda.empty_cache()  # after a training step torch has nearly all of a GPU, and shares are of the rest
         limit = options.max_bytes
         if limit is None:
             limit = budget(config, bytes_of_token([group for group in groups if group.device == device]))

@@ -6,8 +6,9 @@ import copy
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import GenerationConfig
@@ -39,6 +40,10 @@ from .weights import Weights
 logger = logging.get_logger(__name__)
 
 
+started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()
+"""By model: the managers that were started."""
+
+
 class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows. Methods of transformers' refuse here what would end all requests."""
 
@@ -56,6 +61,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         # A copy: logits processors are made for it, and the caller may change its own.
         generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
         self._processor: RowProcessor | None = None
+        self._asleep: ExitStack | None = None
+        """What ends a sleep, while requests wait for that."""
         self._starting = threading.Lock()
         self.asked = copy.deepcopy(continuous_batching_config)
         """The config that it was made for; a caller may keep the manager for others."""
@@ -112,6 +119,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             is_same = self.batch_processor is None or self._made_for == self._found()
             if not Ranks(self.distributed_helper).least(is_same):
                 self.batch_processor = None  # graphs read weights where they were, or layers keep something else
+            started.setdefault(self.model, WeakSet()).add(self)
             super().start()
 
     def _found(self) -> tuple[Any, ...]:
@@ -140,7 +148,31 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._end()
             raise
 
+    def sleep(self, *, offload: bool = False) -> int:
+        """Give the memory of K and V back to the system; see `continuous_batching.sleep`. Returns its bytes."""
+        if self.is_running() and self._asleep is None:
+            with ExitStack() as pause:
+                pause.enter_context(self.pause())
+                running = cast(RowProcessor, self._processor)
+                if offload:
+                    running.cache.requests.put_all_away()
+                elif running.scheduler.active_requests:
+                    raise BusyError(
+                        f"asked a manager to sleep that runs {len(running.scheduler.active_requests)} requests; wait "
+                        "until they are done, or ask for offload=True"
+                    )
+                self._asleep = pause.pop_all()
+        processor: Any = self.batch_processor
+        return processor.cache.requests.trim() if processor is not None else 0
+
+    def wake(self) -> None:
+        """Have requests go on."""
+        if self._asleep is not None:
+            pause, self._asleep = self._asleep, None
+            pause.close()
+
     def stop(self, *args: Any, **kwargs: Any) -> None:
+        self.wake()
         super().stop(*args, **kwargs)
         if not self.is_running():
             self._end()
@@ -181,15 +213,20 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Have the model for the caller, which may change its weights, behind all passes so far and before later ones.
-        Later requests begin with no prefix from before, and graphs are captured anew if weights have moved."""
+        """Have the model for the caller, which may change its weights and train it, behind all passes so far and before
+        later ones. Later requests begin with no prefix from before, and graphs are captured anew if weights have
+        moved."""
         with super().pause():
             processor = self._processor
             self._wait_for_devices()
+            give_back(self.model, self)
             try:
                 yield
             finally:
                 self._wait_for_devices()
+                self.model.eval()
+                borrow(self.model, self)
+                self._compile_layers()
                 self._weights.change()
                 if processor is not None and self._made_for != (found := self._found()):
                     self._made_for = found

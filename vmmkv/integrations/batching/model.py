@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api as their_api
 
-from ...errors import UnsupportedAttentionError, UnsupportedError, VmmkvError
+from ...errors import ArgumentError, UnsupportedAttentionError, UnsupportedError, VmmkvError
 from ..request_checks import (
     check_length,
     check_paged,
@@ -28,7 +28,7 @@ from ..with_names import with_names
 from .attention import ALONE, left_alone, restore
 from .cache import RowCache
 from .groups import Options
-from .manager import RowManager
+from .manager import RowManager, started
 from .rotation import defer_rotation, restore_rotation
 from .whole_layers import Inside
 
@@ -52,7 +52,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     _drop_kept(model)
     own, kind = vars(model), cast(Any, type(model))
     own["init_continuous_batching"] = MethodType(_as_kept(begin), model)
-    own["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
+    own["generate_batch"] = MethodType(_checked(options), model)
     generate = own.get("generate", _generate)  # one that was pickled has its class's method as its own
     if hasattr(model, "generate") and getattr(generate, "__func__", generate) in (_generate, kind.generate):
         own["generate"] = MethodType(_generate, model)
@@ -103,7 +103,21 @@ def _as_kept(begin: Callable[..., Any]) -> Callable[..., Any]:
     return init_continuous_batching
 
 
-def _checked(max_seq_len: int) -> Callable[..., Any]:
+def managers_of(model: Any) -> list[RowManager]:
+    """The managers of a model that run or are kept."""
+    kept = vars(model).get(KEPT)
+    return [each for each in started.get(model, ()) if each is kept or each.is_running()]
+
+
+def _keep(model: Any, config: GenerationConfig, batching_config: Any) -> None:
+    """Have a model forget its persistent manager if it was made for other configs."""
+    try:
+        _check_kept(model, config, batching_config)
+    except ArgumentError:
+        _drop_kept(model)
+
+
+def _checked(options: Options) -> Callable[..., Any]:
     """`generate_batch` that raises the errors of `add_request`: transformers' logs them, and returns no results."""
 
     @functools.wraps(their_api.ContinuousMixin.generate_batch)
@@ -112,14 +126,24 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
     ) -> Any:
         config = generation_config or model.generation_config
         check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
+        if options.persistent:
+            kwargs["persistent_manager"] = True
+            _keep(model, config, kwargs.get("continuous_batching_config"))
         _check_kept(model, config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_length(max_seq_len, max(map(len, ids), default=0), new)
+        check_length(options.max_seq_len, max(map(len, ids), default=0), new)
         if isinstance(kept := vars(model).get(KEPT), RowManager):
             kept.forget_results()
         told = {"max_new_tokens": max_new_tokens, **kwargs}
-        results = type(model).generate_batch(model, ids, generation_config, *args, **told)
+        try:
+            results = type(model).generate_batch(model, ids, generation_config, *args, **told)
+        finally:
+            if options.persistent:  # the next call may be long after
+                for each in managers_of(model):
+                    each.sleep()
+        if options.raise_errors:
+            _raise_first_error(results)
         if isinstance(kwargs.get("cache_implementation"), OfGenerate):
             _pad(results, config)
         return results
@@ -127,11 +151,15 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
     return generate_batch
 
 
-def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
-    """Pad answers as `generate` does. Raises `VmmkvError` if a request failed: a tensor has no place for that."""
+def _raise_first_error(results: dict[str, Any]) -> None:
     for name, result in results.items():
         if result.error is not None:
-            raise VmmkvError(f"{name} of the prompts of generate ended with an error: {result.error}")
+            raise VmmkvError(f"request {name} ended with an error: {result.error}")
+
+
+def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
+    """Pad answers as `generate` does. Raises `VmmkvError` if a request failed: a tensor has no place for that."""
+    _raise_first_error(results)
     pad = end_ids(config.eos_token_id)[0] if config.pad_token_id is None else config.pad_token_id
     longest = max((len(result.generated_tokens) for result in results.values()), default=0)
     for result in results.values():

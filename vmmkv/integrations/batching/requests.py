@@ -271,6 +271,24 @@ class Requests:
             self.end_anywhere(name)
         return request.is_away
 
+    def put_all_away(self) -> None:
+        """Move the tokens of all requests to host memory: each comes back when it goes on.
+
+        Raises:
+            OutOfHostMemoryError: there is no room for all. Requests whose tokens were moved come back as well.
+        """
+        here = [request for request in self._requests.values() if not request.is_away]
+        _, moved = self._ranks.attempt(lambda: all(_suspend(request.sequences) for request in here))
+        for request in here:
+            request.is_away = all(each.is_suspended for each in request.sequences)
+            if not request.is_away:
+                _resume(request.sequences)
+        if not moved:
+            raise OutOfHostMemoryError(
+                f"asked to move {len(here)} requests to host memory, which has no room for all; give the "
+                "ContinuousBatchingConfig a larger cpu_offload_space"
+            )
+
     def end(self, name: str) -> None:
         """End a request, if there is one of this name, unless its tokens are in host memory."""
         if not self.is_away(name):
@@ -287,10 +305,9 @@ class Requests:
         for name in list(self._requests):
             self.end_anywhere(name)
 
-    def trim(self) -> None:
-        """Give memory without tokens of requests back to the system, and cached prefixes with it."""
-        for cache in self.caches:
-            cache.trim()
+    def trim(self) -> int:
+        """Give memory without tokens of requests back to the system, and cached prefixes with it; returns its bytes."""
+        return sum(cache.trim() for cache in self.caches)
 
     # ------------------------------------------------------------------ pages
 
@@ -393,6 +410,12 @@ def _suspend(sequences: list[Sequence]) -> bool:
                 each.suspend()
         return True
     return False
+
+
+def _resume(sequences: list[Sequence]) -> None:
+    """Bring sequences back of which not all could be moved: there was room for them a moment ago."""
+    for each in sequences:
+        each.resume()
 
 
 def _free(sequences: list[Sequence]) -> None:

@@ -83,7 +83,20 @@ class RowScheduler(Scheduler):
         self.stuck = NEVER
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        return list(super()._get_waiting_candidates()) if self._has_turn() else []
+        """The requests that may begin. Of those with one prompt, one begins, and others when they can share it."""
+        if not self._has_turn():
+            return []
+        candidates = list(super()._get_waiting_candidates())
+        if not self.cache.use_prefix_sharing:
+            return candidates
+        begun = {tuple(each.initial_tokens) for each in self.active_requests.values() if not each.generated_len()}
+        chosen = []
+        for each in candidates:
+            prompt = tuple(each.initial_tokens)
+            if prompt not in begun:
+                chosen.append(each)
+                begun.add(prompt)
+        return chosen
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
         """Choose requests for a batch. A request that forks before it has tokens to compute is left out if others have

@@ -1,0 +1,111 @@
+"""TRL's GRPO with rollouts on rows: the same completions, losses and weights as with transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import seed_alone
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import vmmkv
+from vmmkv.integrations import continuous_batching as rows
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install vmmkv[rl]")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+WORDS = 61
+
+
+class Run(NamedTuple):
+    """What came of a training."""
+
+    completions: list[list[list[int]]]
+    losses: list[float]
+    weights: torch.Tensor
+    held: list[int]
+    """Bytes of K and V while rewards were computed."""
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *map(str, range(WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+
+
+def make_model() -> PreTrainedModel:
+    config = Qwen3Config(
+        vocab_size=WORDS + 3, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    seed_alone(0)
+    return Qwen3ForCausalLM(config)
+
+
+def train(folder: Path, pool: vmmkv.FramePool | None, *, sharing: bool = False, **options: Any) -> Run:
+    """Trains a tiny model for two steps, on rows if there is a pool."""
+    import datasets
+    from datasets.table import InMemoryTable
+    from pyarrow import table
+
+    model, run = make_model(), Run([], [], torch.empty(0), [])
+    blocks = {} if pool else {"num_blocks": 64}
+    arguments = trl.GRPOConfig(
+        output_dir=str(folder), per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=2,
+        use_transformers_continuous_batching=True, report_to=[], use_cpu=True, bf16=False, logging_steps=1, seed=3,
+        save_strategy="no", beta=0.0, gradient_checkpointing=False, disable_tqdm=True,
+        transformers_continuous_batching_config={"allow_block_sharing": sharing, "max_batch_tokens": 128, **blocks},
+    )  # fmt: skip
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        run.completions.append([list(each) for each in completion_ids])
+        run.held.append(pool.stats().used_bytes if pool else 0)
+        return [float(sum(map(ord, each)) % 7) for each in completions]
+
+    if pool:
+        rows.enable(model, pool=pool, **options)
+    prompts = [" ".join(str((7 * number + word) % WORDS) for word in range(20)) for number in range(8)]
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=datasets.Dataset(InMemoryTable(table({"prompt": prompts})), fingerprint="prompts"),
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    run.losses.extend(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return run._replace(weights=weights)
+
+
+def make_pool() -> vmmkv.FramePool:
+    return vmmkv.FramePool("16MiB", device="cpu", page_size=4096)
+
+
+def test_training_is_the_same_as_without_rows(tmp_path: Path) -> None:
+    stock, ours = train(tmp_path, None), train(tmp_path, make_pool())
+    assert ours.completions == stock.completions
+    assert ours.losses == stock.losses
+    assert torch.equal(ours.weights, stock.weights)
+    assert ours.held == [0, 0]
+
+
+def test_a_kept_manager_leaves_no_memory_to_training(tmp_path: Path) -> None:
+    pool = make_pool()
+    run = train(tmp_path, pool, sharing=True, persistent=True, raise_errors=True)
+    assert run.held == [0, 0]
+    assert pool.stats().physical_bytes == 0
+    assert len(run.completions) == len(run.losses) == 2
