@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import seed_alone
+from conftest import run_python
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import vmmkv
@@ -29,12 +31,6 @@ class Run(NamedTuple):
     """Bytes of K and V while rewards were computed."""
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-
-
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -51,7 +47,7 @@ def make_model() -> PreTrainedModel:
         vocab_size=WORDS + 3, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    seed_alone(0)
+    torch.manual_seed(0)
     return Qwen3ForCausalLM(config)
 
 
@@ -96,16 +92,34 @@ def make_pool() -> vmmkv.FramePool:
 
 
 def test_training_is_the_same_as_without_rows(tmp_path: Path) -> None:
-    stock, ours = train(tmp_path, None), train(tmp_path, make_pool())
-    assert ours.completions == stock.completions
-    assert ours.losses == stock.losses
-    assert torch.equal(ours.weights, stock.weights)
-    assert ours.held == [0, 0]
+    run_child(
+        """
+        stock, ours = train(folder, None), train(folder, make_pool())
+        assert ours.completions == stock.completions
+        assert ours.losses == stock.losses
+        assert ours.weights.equal(stock.weights)
+        assert ours.held == [0, 0]
+        """,
+        tmp_path,
+    )
 
 
 def test_a_kept_manager_leaves_no_memory_to_training(tmp_path: Path) -> None:
-    pool = make_pool()
-    run = train(tmp_path, pool, sharing=True, persistent=True, raise_errors=True)
-    assert run.held == [0, 0]
-    assert pool.stats().physical_bytes == 0
-    assert len(run.completions) == len(run.losses) == 2
+    run_child(
+        """
+        pool = make_pool()
+        run = train(folder, pool, sharing=True, persistent=True, raise_errors=True)
+        assert run.held == [0, 0]
+        assert pool.stats().physical_bytes == 0
+        assert len(run.completions) == len(run.losses) == 2
+        """,
+        tmp_path,
+    )
+
+
+def run_child(code: str, folder: Path) -> None:
+    """Runs a test in a process of its own: TRL leaves threads behind."""
+    names = "from test_rollouts_trl import make_pool, train; from pathlib import Path; folder = Path(sys.argv[1])"
+    told = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    child = run_python(f"{names}\n{dedent(code)}", str(folder), env=os.environ | told)
+    assert child.returncode == 0, child.stderr
