@@ -46,14 +46,8 @@ END = b"\xff" * 8
 
 @dataclass(slots=True)
 class Replay:
-    """What a client has asked for.
-
-    Attributes:
-        number: the next message that it gets.
-        stop: the number behind the last one.
-        queued: bytes of the last two messages, which may still be queued.
-        last: bytes of the last message.
-    """
+    """A client's request: the next message that it gets, the number behind the last one, and bytes of the last two
+    messages, which may still be queued, and of the last one."""
 
     number: int = 0
     stop: int = 0
@@ -226,11 +220,12 @@ class EventPublisher:
             while not self._is_over.is_set():
                 number = max(replay.number, self._oldest)
                 if number >= replay.stop:
-                    self._reply(socket, client, b"", END, b"", flags)
+                    socket.send_multipart(self._message(client, b"", END, b""), flags)
                     break
                 batch = self._sent.get(number)  # None: it went meanwhile
                 if batch is not None:
-                    self._reply(socket, client, self._topic, number.to_bytes(8, "big"), batch, flags)
+                    message = self._message(client, self._topic, number.to_bytes(8, "big"), batch)
+                    socket.send_multipart(message, flags)
                     replay.queued, replay.last, flags = replay.last + len(batch), len(batch), zmq.Flag(0)
                 replay.number = number + 1
         except zmq.Again:
@@ -240,8 +235,5 @@ class EventPublisher:
                 raise
         del self._replays[client]
 
-    def _reply(
-        self, socket: zmq.Socket[bytes], client: bytes, topic: bytes, number: bytes, batch: bytes, flags: zmq.Flag
-    ) -> None:
-        head = (client, b"") if self._arrays else (client, b"", topic)
-        socket.send_multipart((*head, number, batch), flags)
+    def _message(self, client: bytes, topic: bytes, number: bytes, batch: bytes) -> list[bytes]:
+        return [client, b"", *([] if self._arrays else [topic]), number, batch]
