@@ -1,8 +1,8 @@
 """Publishing: this process's pools in a small file that `vmmkv top` reads, in memory where there is such a folder.
 
-A thread takes a snapshot of each pool twice a second and puts the file in place as a whole: whoever reads it finds one
-snapshot or the other, never half of one, and no lock, so that a process that is killed blocks nobody. It leaves its
-file behind; readers know by the process's start that it is gone, and remove it.
+A thread takes a snapshot of each pool twice a second and replaces the file as a whole: a reader finds one snapshot or
+the other, and no lock, so that a process that is killed blocks nothing. Readers know by the process's start that the
+process of a file has ended, and remove the file.
 
 Files lie in a folder that only this user can read and write (`kernels.folders`), below the first of `roots` that allows
 it. Readers look below all of them, since two processes of a user may have different environments.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import stat
 import sys
@@ -34,6 +33,8 @@ PATIENCE = 5.0
 """Seconds that the end of a process waits for a snapshot that is being taken."""
 MAX_BYTES = 1 << 20
 """Bytes of a record, at most."""
+FIELDS = {"pid": int, "start": int, "command": str, "time": float, "pools": list}
+"""The types of a record's fields."""
 
 
 def roots() -> list[Path]:
@@ -54,23 +55,21 @@ def publish() -> None:
     """
     global _publisher
     with _lock:
-        if _publisher is None:
-            read_all()  # removes what others left behind
-            _publisher = _first_publisher()
-            _publisher.start()
-
-
-def _first_publisher() -> Publisher:
-    """One that has written its file, in the first folder that allows it."""
-    failures = []
-    for root in roots():
-        try:
-            publisher = Publisher(private_folder(root))
-            publisher.write()
-            return publisher
-        except OSError as error:
-            failures.append(f"{root}: {error.strerror or error}")
-    raise OSError(f"no folder to publish in ({'; '.join(failures)}); set XDG_RUNTIME_DIR to one of your own")
+        if _publisher is not None:
+            return
+        read_all()  # removes what others left behind
+        failures = []
+        for root in roots():
+            try:
+                publisher = Publisher(private_folder(root))
+                publisher.write()
+            except OSError as error:
+                failures.append(f"{root}: {error.strerror or error}")
+            else:
+                publisher.thread.start()
+                _publisher = publisher
+                return
+        raise OSError(f"no folder to publish in ({'; '.join(failures)}); set XDG_RUNTIME_DIR to one of your own")
 
 
 def unpublish() -> None:
@@ -83,24 +82,19 @@ def unpublish() -> None:
 
 
 class Publisher:
-    """Writes one process's file, again and again."""
+    """Writes one process's file, again and again, in a thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = os.getpid()
-        self._start = start_of(self._process)
-        self._path = folder / f"{self._process}.json"
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vmmkv-publisher", daemon=True)
-
-    def start(self) -> None:
-        """Begins."""
-        self._thread.start()
+        self.pid = os.getpid()
+        self.path = folder / f"{self.pid}.json"
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="vmmkv-publisher", daemon=True)
 
     def stop(self) -> None:
-        """Ends the thread, and removes the file; does not wait for who keeps a pool to himself for ever."""
-        self._is_over.set()
-        self._thread.join(PATIENCE)
-        self._path.unlink(missing_ok=True)
+        """Ends the thread, and removes the file. Waits for a snapshot, but not for a pool that stays locked."""
+        self.is_over.set()
+        self.thread.join(PATIENCE)
+        self.path.unlink(missing_ok=True)
 
     def write(self) -> None:
         """Puts a snapshot in place."""
@@ -108,38 +102,32 @@ class Publisher:
             {"number": pool.number, "device": str(pool.device), "page_size": pool.page_size, **asdict(stats)}
             for pool, stats in pool_stats().items()
         ]
-        record = {
-            "pid": self._process,
-            "start": self._start,
-            "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.orig_argv),
-            "time": time.time(),
-            "pools": pools,
-        }
-        if self._is_over.is_set():
+        command = " ".join(Path(word).name if word.startswith("/") else word for word in sys.orig_argv)
+        values = self.pid, start_of(self.pid), command, time.time(), pools
+        if self.is_over.is_set():
             return
-        new = self._path.with_suffix(".new")
+        new = self.path.with_suffix(".new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(record, file)
-        new.replace(self._path)
+            json.dump(dict(zip(FIELDS, values)), file)
+        new.replace(self.path)
 
     def _run(self) -> None:
-        while not self._is_over.wait(INTERVAL):
-            with suppress(OSError):  # no room: the next one may find some
+        while not self.is_over.wait(INTERVAL):
+            with suppress(OSError):  # there was no room; the next snapshot may find some
                 self.write()
 
 
 def read_all() -> list[dict[str, Any]]:
-    """The last snapshot of each process of this user that lives and publishes; removes what others left behind, and
-    passes over what is none."""
-    folders = [folder for root in roots() for folder in private_folders(root)]
-    found = {record["pid"]: record for folder in folders for record in _read(folder)}
+    """The last snapshot of each process of this user that lives and publishes. Removes files of processes that have
+    ended, and passes over files that are no records."""
+    found = {record["pid"]: record for root in roots() for folder in private_folders(root) for record in _read(folder)}
     return [found[pid] for pid in sorted(found)]
 
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
     for path in (*folder.glob("*.json"), *folder.glob("*.new")):
-        with suppress(OSError, ValueError, RecursionError):  # gone meanwhile, or none of ours
+        with suppress(OSError, ValueError, AttributeError, RecursionError):  # gone meanwhile, or no record
             status, pid = path.lstat(), int(path.stem)
             if not stat.S_ISREG(status.st_mode):
                 continue
@@ -148,22 +136,13 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
                 path.unlink()
             elif path.suffix == ".json" and status.st_size <= MAX_BYTES:
                 record = json.loads(path.read_text(), parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-                if not _is_record(record, pid):
+                is_record = [type(record.get(name)) for name in FIELDS] == [*FIELDS.values()] and record["pid"] == pid
+                if not is_record or not all(isinstance(pool, dict) for pool in record["pools"]):
                     continue
                 if record["start"] == start:
                     yield record
                 else:
                     path.unlink()
-
-
-def _is_record(record: object, pid: int) -> bool:
-    """Whether a file holds what a process of this number may have written."""
-    if not isinstance(record, dict) or record.get("pid") != pid:
-        return False
-    kinds = {"pid": int, "start": int, "command": str, "time": float, "pools": list}
-    return all(type(record.get(name)) is kind for name, kind in kinds.items()) and all(
-        isinstance(pool, dict) for pool in record["pools"]
-    )
 
 
 def _whole(text: str) -> int:
@@ -175,13 +154,13 @@ def _whole(text: str) -> int:
 def _finite(text: str) -> float:
     """A number of a size that statistics may have. Raises `ValueError` where it has another."""
     number = float(text)
-    if not math.fabs(number) < 1 << 63:
+    if not abs(number) < 1 << 63:
         raise ValueError(f"{text[:20]} is no statistic")
     return number
 
 
 def start_of(pid: int) -> int | None:
-    """When a process that lives was started, in ticks since the system was: no two of one number have the same."""
+    """The time at which a live process was started, in ticks; no two processes of one number have the same."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
