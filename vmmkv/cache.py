@@ -50,8 +50,7 @@ from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
 from .pool import FramePool, check_pool_alone, holders
-from .prefix.names import tenant_key
-from .prefix.prefixes import Prefixes
+from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention
 from .scales import SequenceScales
 from .sequence import Sequence, check_reusable, closed_cache

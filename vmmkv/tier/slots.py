@@ -9,6 +9,8 @@ Pages that a copy still uses are given back with its fence, and count until it h
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -148,3 +150,24 @@ class Slots:
         if chunk.free == (1 << chunk.pages) - 1:
             self._partial.remove(chunk)
             self.made -= chunk.pages
+
+
+def copies(pieces: Iterable[tuple[int, int, int, int]], records: Sequence[int], first: int, end: int) -> array[int]:
+    """Copies of some tokens between a row and slots, as words for the core: range, first byte in the row, bytes, and
+    their address in host memory.
+
+    Args:
+        pieces: host memory by range and place: range, first byte in the row, bytes, and address.
+        records: bytes of a token in each range.
+        first: the first token.
+        end: the token behind the last.
+    """
+    words = array("q")
+    for part, start, nbytes, address in pieces:
+        low, high = max(start, first * records[part]), min(start + nbytes, end * records[part])
+        place = address + low - start
+        if words and tuple(words[-4:]) == (part, low - words[-2], words[-2], place - words[-2]):
+            words[-2] += high - low
+        elif low < high:
+            words.extend((part, low, high - low, place))
+    return words

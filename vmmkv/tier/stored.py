@@ -1,4 +1,4 @@
-"""Stored prefixes: pages of a guest's frames that lie in host memory, and make way for what is needed more.
+"""Stored prefixes: pages of a guest's frames that lie in host memory, and make way for tokens that are needed more.
 
 Frames are copied from a row that has them. Frames that lie in no row, or in several of which none is known, are mapped
 in a window of the tier's own, a few at a time; then the copy is waited for.
@@ -13,48 +13,44 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count, groupby
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..core import entries
 from ..core.cache import Cache
-from ..core.pool import Ask
+from ..core.pool import Ask, at
 from ..core.sequence import no_token
 from ..core.tables import DONE, PART, ROW_MASK
 from ..driver.driver import Handle, handle_of
 from ..driver.fence import Fence, finished_on_error, wait_for_device
 from ..errors import ArgumentError, VmmkvError
-from .slots import Run, Slots
+from .slots import Run, Slots, copies
 
 WINDOW = 64
 """Pages of the window."""
-
-
-class Page(NamedTuple):
-    """A page to store: which item of a list it belongs to, its range and place there, and where in which frame its
-    bytes are."""
-
-    item: int
-    part: int
-    page: int
-    frame: int
-    offset: int
+FIELDS = ["serial", "node", "part", "page", "priority"]
 
 
 @dataclass(eq=False)
 class Stored:
-    """What was stored under a handle: by range and page the slots, and the fence of all copies to and from them."""
+    """What was stored under a serial: by range and page the slots, and the fence of all copies to and from them."""
 
+    node: int
     priority: int
     slots: dict[tuple[int, int], Run]
     fence: Fence
 
 
-class Prefixes:
-    """The stored prefixes of a cache.
+class StoredPrefixes:
+    """The stored prefixes of a cache. A caller has the tier's lock: see `HostTier.alone`.
+
+    Prefixes make way for sequences, and for prefixes of the same or a higher priority, the least recently used of the
+    lowest priority first.
 
     Args:
-        cache: whose frames they are copies of.
+        cache: the cache, of whose frames they are copies.
         slots: the host memory.
         stream: the stream of copies to the host.
     """
@@ -65,103 +61,111 @@ class Prefixes:
         self.slots, self.stream = slots, stream
         self.stored: dict[int, Stored] = {}
         self.levels: dict[int, dict[int, None]] = {}
-        """By priority the handles, the least recently used first."""
+        """By priority the serials, the least recently used first."""
         self.pages: Counter[int] = Counter()
         """By priority the slots."""
-        self.gone: deque[int] = deque()
-        """Handles that have made way."""
-        self.storing: deque[tuple[Fence, array[int], int]] = deque()
-        """Frames that are being copied, and their pages."""
-        self._handles, self._window, self._shown = count(1), 0, 0
+        self.gone: deque[tuple[int, int]] = deque()
+        """Nodes and serials of prefixes that have made way. The guest empties the queue."""
+        self.storing: deque[tuple[Fence, npt.NDArray[np.int64]]] = deque()
+        """Frames that are being copied, one for each page."""
+        self._window = self._shown = 0
 
     # ------------------------------------------------------------------ to the host
 
-    def store(self, pages: Items[Page], priorities: Items[int]) -> list[int | None]:
-        """Copies pages to the host: see `HostTier.store`.
+    def store(self, pages: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Copies pages to the host, asynchronously, and holds their frames until then.
+
+        Args:
+            pages: records of pages of frames that a guest holds: the serial of the prefix that a page belongs to, its
+                `node` and `priority`, the page's `part` and `page`, and the place of its bytes, `frame` and `offset`.
+                Prefixes of later serials come before others if there is not enough room.
+
+        Returns:
+            Of each page whether it was stored.
 
         Raises:
-            VmmkvError: a call has failed.
+            VmmkvError: a call has failed. No page was stored.
         """
-        handles: list[int | None] = [None] * len(priorities)
-        chosen = self._choose(Counter(each.item for each in pages), priorities)
-        kept = sorted((each for each in pages if each.item in chosen), key=lambda each: (each[1], -each[0], each[2]))
-        if not kept:
-            return handles
+        is_stored = self._choose(pages)
+        kept = pages[is_stored]
+        kept = kept[np.lexsort((kept["page"], -kept["serial"], kept["part"]))]
+        if not len(kept):
+            return is_stored.astype(np.int64)
         Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
-        frames = array("q", [each.frame for each in kept])
-        runs, is_held, fence = list[list[Run]](), False, Fence()
+        frames, runs, fence, is_held = np.ascontiguousarray(kept["frame"]), list[list[Run]](), Fence(), False
         try:
-            is_held = entries.hold_again(self.cache.address, frames.buffer_info()[0], len(frames)) == DONE
+            is_held = entries.hold_again(self._cache_at, at(frames), len(frames)) == DONE
             if not is_held:
                 raise ArgumentError("asked to store frames that no guest holds")
             runs = self.slots.take([len(kept)])
-            slots = [*zip(kept, singles(runs[0], self.driver.page_size))]
+            slots = [*singles(runs[0], self.driver.page_size)]
             with finished_on_error(self.driver):
-                for part, each in groupby(slots, key=lambda slot: slot[0].part):
-                    self._copy(part, [*each])
+                for part in np.unique(kept["part"]).tolist():
+                    first, end = np.searchsorted(kept["part"], [part, part + 1])
+                    self._copy(part, kept[first:end], slots[first:end])
                 fence = Fence.after(self.driver, [self.stream])
-            self.storing.append((fence, frames, len(kept)))
+            self.storing.append((fence, frames))
         except BaseException:
             if is_held and all(each[1] is not frames for each in self.storing):
-                self.storing.append((fence, frames, len(kept)))
+                self.storing.append((fence, frames))
             self.slots.give(runs, fence)
             self.collect()
             raise
-        for item in chosen:
-            handle = handles[item] = next(self._handles)
-            self.stored[handle] = Stored(priorities[item], {}, fence)
-            self.levels.setdefault(priorities[item], {})[handle] = None
-        for page, slot in slots:
-            self.stored[handles[page.item] or 0].slots[page.part, page.page] = slot
-            self.pages[priorities[page.item]] += 1
-        return handles
+        found: dict[int, Stored] = {}
+        for (serial, node, part, page, priority), slot in zip(kept[FIELDS].tolist(), slots):
+            found.setdefault(serial, Stored(node, priority, {}, fence)).slots[part, page] = slot
+        self.stored.update(found)
+        for serial, each in found.items():
+            self.pages[each.priority] += len(each.slots)
+            self.levels.setdefault(each.priority, {})[serial] = None
+        return is_stored.astype(np.int64)
 
-    def _choose(self, counts: Counter[int], priorities: Items[int]) -> list[int]:
-        """The items for which there is room, or made: later ones rather than earlier ones."""
+    def _choose(self, pages: npt.NDArray[Any]) -> npt.NDArray[np.bool]:
+        """The pages of the prefixes for which there is room, or made."""
+        serials, firsts, counts = np.unique(pages["serial"], return_index=True, return_counts=True)
         chosen, wanted = [], 0
-        for item in reversed(range(len(priorities))):
-            if self.make_way(wanted + counts[item], priorities[item]):
-                wanted += counts[item]
-                chosen.append(item)
-        return chosen[::-1]
+        for serial, first, count in reversed([*zip(serials, firsts, counts.tolist())]):
+            if self.make_way(wanted + count, pages["priority"][first]):
+                wanted += count
+                chosen.append(serial)
+        return np.isin(pages["serial"], chosen)
 
-    def _copy(self, part: int, slots: Items[tuple[Page, Run]]) -> None:
+    def _copy(self, part: int, pages: npt.NDArray[Any], slots: list[Run]) -> None:
         """Queues copies of pages of a range."""
-        ask, (pages, frames) = Ask(), (array("q", words) for words in zip(*(each[2:4] for each, _ in slots)))
-        left = array("q", [slot.address for _, slot in slots])
-        at = pages.buffer_info()[0], frames.buffer_info()[0], left.buffer_info()[0], len(left)
-        code = entries.copy_frames(self.cache.address, part, *at, handle_of(self.stream), ask.address)
+        ask, left = Ask(), array("q", [slot.address for slot in slots])
+        numbers, frames = np.ascontiguousarray(pages["page"]), np.ascontiguousarray(pages["frame"])
+        places = at(numbers), at(frames), left.buffer_info()[0], len(left)
+        code = entries.copy_frames(self._cache_at, part, *places, handle_of(self.stream), ask.address)
         if code < 0:
             raise self.cache.error(code, ask)
         missing: dict[int, list[tuple[int, int]]] = {}
-        for (page, slot), is_left in zip(slots, left):
+        for frame, offset, slot, is_left in zip(frames.tolist(), pages["offset"].tolist(), slots, left):
             if is_left:
-                missing.setdefault(page.frame, []).append((page.offset, slot.address))
+                missing.setdefault(frame, []).append((offset, slot.address))
         if any(self.pool.frames[frame]["refs"] for frame in missing):
             wait_for_device(self.driver)  # it may be written to still, on streams that are not known
         self._copy_through_window(missing)
 
     def _copy_through_window(self, frames: dict[int, list[tuple[int, int]]]) -> None:
         """Copies pages of frames, of each the place and an address in host memory, and waits for the copies."""
-        size = self.driver.page_size
-        if frames and not self._window:
+        size, left = self.driver.page_size, [*frames.items()]
+        if left and not self._window:
             self._window = self.driver.reserve(WINDOW * size)
             weakref.finalize(self, _free, self.driver, self._window, WINDOW * size).atexit = False
-        left = [*frames.items()]
         while left:
             self._clear_window()
             moves: list[tuple[int, int]] = []
             try:
                 while left and self._shown + (pages := int(self.pool.frames[left[0][0]]["pages"])) <= WINDOW:
                     frame, places = left.pop(0)
-                    at = self._window + self._shown * size
-                    self.driver.map(at, Handle(int(self.pool.frames[frame]["handle"])), pages)
+                    address = self._window + self._shown * size
+                    self.driver.map(address, Handle(int(self.pool.frames[frame]["handle"])), pages)
                     self._shown += pages
-                    moves += [(host, at + offset * size) for offset, host in places]
+                    moves += [(host, address + offset * size) for offset, host in places]
                 self.driver.set_access(self._window, self._shown * size, writable=False)
                 with finished_on_error(self.driver):
-                    for target, source, pages in joined(moves, size):
-                        self.driver.copy(target, source, pages * size, self.stream)
+                    for target, source in moves:
+                        self.driver.copy(target, source, size, self.stream)
                     Fence.after(self.driver, [self.stream]).wait()
             finally:
                 self._clear_window()
@@ -188,39 +192,44 @@ class Prefixes:
         with suppress(VmmkvError):
             self._clear_window()
             while self.storing and self.storing[0][0].passed():
-                _, frames, pages = self.storing[0]
-                entries.drop(self._cache_at, frames.buffer_info()[0], len(self.storing.popleft()[1]))
-                given += pages
+                _, frames = self.storing.popleft()
+                entries.drop(self._cache_at, at(frames), len(frames))
+                given += len(frames)
         return given
 
     # ------------------------------------------------------------------ back
 
     def load(self, pages: Items[tuple[int, int, int]], ticket: int, first: int, tokens: int) -> bool:
-        """Copies stored tokens to a live sequence: see `HostTier.load`."""
-        if not all(handle in self.stored for handle, _, _ in pages):
+        """Copies stored tokens, from the first on, to a live sequence that has room for them on pages of its own.
+
+        Args:
+            pages: the pages that the tokens lie on: serial, range, and page.
+            ticket: of the sequence.
+            first: the first token.
+            tokens: the number of tokens.
+
+        Returns:
+            False: some are not stored any more.
+
+        Raises:
+            UseAfterFreeError, SuspendedError, ValueError, StreamCaptureError: nothing was copied.
+            DriverError: some tokens may not have been copied.
+        """
+        used = {serial: self.stored.get(serial) for serial, _, _ in pages}
+        if None in used.values():
             return False
-        used = [*dict.fromkeys(handle for handle, _, _ in pages)]
-        for handle in reversed(used):  # what is in front on a path is the most recently used
-            level = self.levels[self.stored[handle].priority]
-            level[handle] = level.pop(handle)
-        words = self._words(pages, first, first + tokens)
+        for serial in reversed(used):  # what is in front on a path is the most recently used
+            level = self.levels.setdefault(self.stored[serial].priority, {})
+            level[serial] = level.pop(serial, None)
+        size, pieces = self.driver.page_size, list[tuple[int, int, int, int]]()
+        for serial, part, page in sorted(pages, key=lambda each: each[1:]):
+            pieces.append((part, page * size, size, self.stored[serial].slots[part, page].address))
+        words = copies(pieces, self.cache.records, first, first + tokens)
         if min(first, tokens) < 0 or sum(words[2::4]) != tokens * sum(self.cache.records):
             raise no_token()
         if tokens:
-            self._load([self.stored[handle] for handle in used], words, ticket, first, first + tokens)
+            self._load([self.stored[serial] for serial in used], words, ticket, first, first + tokens)
         return True
-
-    def _words(self, pages: Items[tuple[int, int, int]], first: int, end: int) -> array[int]:
-        """The copies of tokens from pages, for the core."""
-        words, size, records = array("q"), self.driver.page_size, self.cache.records
-        for handle, part, page in sorted(pages, key=lambda each: each[1:]):
-            low, high = max(page * size, first * records[part]), min((page + 1) * size, end * records[part])
-            address = self.stored[handle].slots[part, page].address + low - page * size
-            if words and tuple(words[-4:]) == (part, low - words[-2], words[-2], address - words[-2]):
-                words[-2] += high - low
-            elif low < high:
-                words.extend((part, low, high - low, address))
-        return words
 
     def _load(self, stored: Items[Stored], words: array[int], ticket: int, first: int, end: int) -> None:
         cache, ask, rows, row, fence = self.cache, Ask(), self.cache.rows, ticket & ROW_MASK, Fence()
@@ -242,11 +251,11 @@ class Prefixes:
 
     # ------------------------------------------------------------------ making way
 
-    def drop(self, handle: int) -> None:
+    def drop(self, serial: int) -> None:
         """Forgets a prefix, if it is stored."""
-        if stored := self.stored.pop(handle, None):
-            del self.levels[stored.priority][handle]
-            self.pages[stored.priority] -= len(stored.slots)
+        if stored := self.stored.pop(serial, None):
+            if self.levels.get(stored.priority, {}).pop(serial, 0) is None:  # else `store` was interrupted
+                self.pages[stored.priority] -= len(stored.slots)
             self.slots.give([[*stored.slots.values()]], stored.fence)
 
     def make_way(self, pages: int, priority: int | None = None) -> bool:
@@ -259,9 +268,9 @@ class Prefixes:
             return False
         for level in levels:
             while self.levels[level] and self.slots.left + self.slots.leaving < pages:
-                handle = next(iter(self.levels[level]))
-                self.drop(handle)
-                self.gone.append(handle)
+                serial = next(iter(self.levels[level]))
+                self.gone.append((self.stored[serial].node, serial))
+                self.drop(serial)
         return True
 
     def close(self) -> None:
@@ -276,20 +285,6 @@ def singles(runs: Iterable[Run], page_size: int) -> Iterator[Run]:
     for chunk, first, pages, address in runs:
         for page in range(pages):
             yield Run(chunk, first + page, 1, address + page * page_size)
-
-
-def joined(moves: Iterable[tuple[int, int]], page_size: int) -> Iterator[tuple[int, int, int]]:
-    """Copies of pages to addresses from others, as copies of all that lie side by side: target, source, pages."""
-    count, start = 0, (0, 0)
-    for target, source in moves:
-        if count and (target, source) == (start[0] + count * page_size, start[1] + count * page_size):
-            count += 1
-            continue
-        if count:
-            yield *start, count
-        count, start = 1, (target, source)
-    if count:
-        yield *start, count
 
 
 def _free(driver: Any, address: int, nbytes: int) -> None:
