@@ -100,7 +100,6 @@ LAYERS = [
     "scales",
     "arguments",
     "transfer",
-    "transferring",
     "pool_picture",
     "pool",
     "snapshot",
@@ -122,8 +121,8 @@ UPWARDS = {
     ("picture", "cache"),
     ("sequence", "cache"),
     ("snapshot", "cache"),
-    ("transferring", "cache"),
-    ("transferring", "sequence"),
+    ("transfer", "cache"),
+    ("transfer", "sequence"),
 }
 """The one exception: types."""
 
