@@ -1,10 +1,8 @@
 """Slots: pages of host memory within a budget, pinned where there is a GPU.
 
-Memory is allocated in chunks of 16 pages, which one copy moves at full speed, on demand; only where the budget has less
-room left, in 8, 4, 2 or 1. A chunk is given back when none of its pages is taken. All chunks are powers of two, so that
-torch's allocator of pinned memory rounds none up, and gives their memory to later chunks.
-
-Pages that a copy still uses are given back with its fence, and count until it has passed.
+Memory is allocated on demand, in chunks of 16 pages, which one copy moves at full speed; only where the budget has less
+room left, in 8, 4, 2 or 1. Chunks are powers of two, so that torch's allocator of pinned memory rounds none up. A chunk
+without taken pages is given back. Pages that a copy still uses count until their fence has passed.
 """
 
 from __future__ import annotations

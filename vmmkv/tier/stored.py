@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,7 +97,11 @@ class StoredPrefixes:
             if not is_held:
                 raise ArgumentError("asked to store frames that no guest holds")
             runs = self.slots.take([len(kept)])
-            slots = [*singles(runs[0], self.driver.page_size)]
+            slots = [
+                Run(chunk, first + page, 1, address + page * self.driver.page_size)
+                for chunk, first, pages_of, address in runs[0]
+                for page in range(pages_of)
+            ]
             with finished_on_error(self.driver):
                 for part in np.unique(kept["part"]).tolist():
                     first, end = np.searchsorted(kept["part"], [part, part + 1])
@@ -227,18 +230,16 @@ class StoredPrefixes:
         words = copies(pieces, self.cache.records, first, first + tokens)
         if min(first, tokens) < 0 or sum(words[2::4]) != tokens * sum(self.cache.records):
             raise no_token()
-        if tokens:
-            self._load([self.stored[serial] for serial in used], words, ticket, first, first + tokens)
-        return True
-
-    def _load(self, stored: Items[Stored], words: array[int], ticket: int, first: int, end: int) -> None:
+        if tokens == 0:
+            return True
         cache, ask, rows, row, fence = self.cache, Ask(), self.cache.rows, ticket & ROW_MASK, Fence()
+        stored = [self.stored[serial] for serial in used]
         for each in stored:
             fence |= each.fence
         try:
             code = self.pool.change(
-                ask, entries.plan_load, cache.address, ticket, first, end, words.buffer_info()[0], len(words) // 4,
-                fence.slots, fence.tick,
+                ask, entries.plan_load, cache.address, ticket, first, first + tokens, words.buffer_info()[0],
+                len(words) // 4, fence.slots, fence.tick,
             )  # fmt: skip
         finally:
             if row < cache.max_sequences:
@@ -248,6 +249,7 @@ class StoredPrefixes:
             raise ArgumentError("asked to load tokens onto pages that the sequence shares; part it first")
         if code < 0:
             raise cache.error(code, ask)
+        return True
 
     # ------------------------------------------------------------------ making way
 
@@ -278,13 +280,6 @@ class StoredPrefixes:
         wait_for_device(self.driver)
         self.collect()
         self._clear_window()
-
-
-def singles(runs: Iterable[Run], page_size: int) -> Iterator[Run]:
-    """Runs of one page each."""
-    for chunk, first, pages, address in runs:
-        for page in range(pages):
-            yield Run(chunk, first + page, 1, address + page * page_size)
 
 
 def _free(driver: Any, address: int, nbytes: int) -> None:
