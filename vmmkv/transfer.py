@@ -38,6 +38,8 @@ MARK = b"vmmkv 3\n"
 FIRST = 4096
 """Bytes of a letter's first message: the mark, the letter's length, and as much of the letter as fits."""
 BEGIN = len(MARK) + 8
+MOST = 1 << 30
+"""Bytes of a letter, at most: ids of 128 million tokens."""
 NOT_UNDERSTOOD = ValueError, SyntaxError, TypeError, MemoryError, RecursionError
 """Errors of reading a letter, or a literal in it."""
 Read = TypeVar("Read")
@@ -210,22 +212,17 @@ class Peer:
 
     def send(self, states: Sequence[torch.Tensor]) -> None:
         """Sends a message for each tensor that is not empty."""
-        with self._explained("sent to"):
-            for each in states:
-                if each.numel():
-                    dist.send(each, self.rank, self._group)
+        self._move(dist.send, "sent to", states)
 
     def receive(self, states: Sequence[torch.Tensor]) -> None:
         """Receives what `send` sends, of tensors of the same sizes."""
-        with self._explained("received from"):
+        self._move(dist.recv, "received from", states)
+
+    def _move(self, call: Any, what: str, states: Sequence[torch.Tensor]) -> None:
+        try:
             for each in states:
                 if each.numel():
-                    dist.recv(each, self.rank, self._group)
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
+                    call(each, self.rank, self._group)
         except (RuntimeError, ValueError) as error:
             raise TransferError(f"nothing could be {what} rank {self.rank}: {error}") from error
 
@@ -239,9 +236,9 @@ class Peer:
         """Waits for the bytes that the other process posts, and reads them."""
         try:
             first = self._arrived(FIRST)
-            if not first.startswith(MARK):
-                raise ValueError(f"a letter begins with {MARK!r}")
             length = int.from_bytes(first[len(MARK) : BEGIN], "little")
+            if not first.startswith(MARK) or length > MOST:
+                raise ValueError("this is no letter")
             return read(first[BEGIN : BEGIN + length] + self._arrived(max(length - FIRST + BEGIN, 0)))
         except NOT_UNDERSTOOD as error:
             raise TransferError(
@@ -249,7 +246,9 @@ class Peer:
             ) from error
 
     def _arrived(self, nbytes: int) -> bytes:
-        with self._explained("received from"):  # there may be no memory for a letter of the announced length
+        try:
             message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise TransferError(f"there is no memory for a message from rank {self.rank}: {error}") from error
         self.receive([message])
         return message.cpu().numpy().tobytes()
