@@ -275,4 +275,9 @@ def check_ids(ids: NDArray[Any]) -> None:
 _logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [log._reset() for log in _logs])
+def _reset_all() -> None:
+    for log in _logs:
+        log._reset()
+
+
+os.register_at_fork(after_in_child=_reset_all)
