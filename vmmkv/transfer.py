@@ -1,7 +1,7 @@
 """Sequences that go from one process to another, as messages of torch.distributed.
 
     sender      layout, first token and length, known token ids -->
-    receiver    <-- the first token whose K and V it lacks, or why it refuses the sequence
+    receiver    <-- the first token that it wants K and V of, or why it refuses the sequence
     sender      these tokens: a message for each range of the layout, and one for scales of the sequence -->
 
 A row is contiguous, so a sequence's tokens in a range are one message, whatever pages lie under them. No K or V moves

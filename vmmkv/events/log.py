@@ -5,8 +5,8 @@ that is full. The thread that drains the log hashes blocks, and polls the ring w
 
 Invariants, with the log's lock free:
  1. `_position` is the number of the change that is read next. Changes in front of it have become events.
- 2. `_links` has the nodes whose tokens were reported and not removed since; `_counts` says of a block how many of these
-    have it, since two nodes may begin with the same tokens.
+ 2. `_links` has the nodes with tokens that were reported and not removed since; `_counts` says of a block how many of
+    these have it, since two nodes may begin with the same tokens.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Encoder:
 
         Args:
             window_size: how many tokens attention looks back: `max_seq_len` without a window.
-            attention_dp_rank: whose events they are, where attention runs in several ranks; None: it runs in one.
+            attention_dp_rank: the rank of the cache, where attention runs in several; None: it runs in one.
         """
         self._common: dict[str, Any] = {"window_size": window_size, "hash_algo": HASH_ALGORITHM}
         if attention_dp_rank is not None:

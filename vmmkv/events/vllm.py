@@ -28,7 +28,7 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
 
     Args:
         events: in order; the batch has the time of the last one.
-        data_parallel_rank: whose events they are, among several ranks; None: there is only one.
+        data_parallel_rank: the rank of the cache, among several; None: there is only one.
         arrays: whether to write events as vLLM did up to 0.23.
 
     Returns:

@@ -49,7 +49,7 @@ def arrange_up(tree: int, node: int) -> None:
 
 @inner
 def expire(tree: int, now: int) -> None:
-    """Gives nodes the default priority whose time has passed."""
+    """Gives the default priority to nodes with a priority that has expired."""
     t = tree_of(tree)
     t.now, node = now, first_of(t.timers)
     while node and nodes_of(tree)[node].expires <= now:

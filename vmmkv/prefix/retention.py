@@ -70,7 +70,7 @@ class RetentionConfig:
         check_priority(self.decode_priority, self.decode_seconds)
 
     def of_sequence(self, prompt: int) -> tuple[Retention, ...]:
-        """Ranges of a sequence whose first `prompt` tokens are its prompt."""
+        """Ranges of a sequence with a prompt of `prompt` tokens."""
         found = [
             Retention(each.start, prompt if each.end is None else min(each.end, prompt), each.priority, each.seconds)
             for each in self.ranges

@@ -8,7 +8,7 @@
     shapes    for each of the `width` slots: its range, its pages, and its place among the node's slots of that size
     holders   for each row of the cache: the node at which the known tokens of its sequence end
     parts     ranges: bytes of a token, and room to gather the slots of a path, by page and by group of pages
-    heaps     nodes in the order of eviction, and nodes whose priority expires, in the order of time
+    heaps     nodes in the order of eviction, and nodes with a priority that expires, in the order of time
     events    a ring of events for routers, each followed by `grain` token ids
 
 A *boundary* is a number of tokens with which a page of a range becomes full; where pages have many tokens, also each

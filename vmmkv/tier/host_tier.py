@@ -143,7 +143,7 @@ class HostTier:
             raise cache.error(code, ask)
 
     def pieces(self, ticket: int, start: int) -> Iterable[tuple[int, int, int, int]]:
-        """The slots of a suspended sequence, whose first token is `start`: see `copies`."""
+        """The slots of a suspended sequence with the first token `start`: see `copies`."""
         for part, runs in enumerate(self.away[ticket]):
             at = start * self.cache.records[part]
             for run in runs:

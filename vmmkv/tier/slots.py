@@ -106,7 +106,7 @@ class Slots:
         self.collect()
 
     def collect(self) -> None:
-        """Makes pages free whose copies have ended, as far as the device says."""
+        """Makes pages free that no copy uses any more, as far as the device says."""
         for each in list(self._leaving):
             fence, runs = each
             with suppress(VmmkvError):

@@ -49,7 +49,7 @@ class StoredPrefixes:
     lowest priority first.
 
     Args:
-        cache: the cache, of whose frames they are copies.
+        cache: the cache; prefixes are copies of its frames.
         slots: the host memory.
         stream: the stream of copies to the host.
     """
