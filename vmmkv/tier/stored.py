@@ -195,8 +195,8 @@ class StoredPrefixes:
         with suppress(VmmkvError):
             self._clear_window()
             while self.storing and self.storing[0][0].passed():
-                _, frames = self.storing.popleft()
-                entries.drop(self._cache_at, at(frames), len(frames))
+                frames = self.storing[0][1]  # dropped in one line, which an interruption cannot cut in two
+                entries.drop(self._cache_at, at(frames), len(self.storing.popleft()[1]))
                 given += len(frames)
         return given
 
