@@ -27,7 +27,7 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver.host import NullDriver
 from vmmkv.prefix import entries
-from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes, ids_of
+from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes
 
 from .geometry import LAYOUT
 from .prefixes import TURN
@@ -155,8 +155,8 @@ def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: in
 
 def look_up(prefixes: Prefixes, ids: Ids) -> int:
     """How many of the first tokens of a prompt are cached."""
-    found, (place, count, wide, _kept) = array("q", bytes(8 * WORDS)), ids_of(ids)
-    entries.look_up(prefixes.address, NO_NAMES.number, place, count - 1, wide, found.buffer_info()[0])
+    found, ids = array("q", bytes(8 * WORDS)), np.ascontiguousarray(ids, np.int64)
+    entries.look_up(prefixes.address, NO_NAMES.number, ids.ctypes.data, len(ids) - 1, found.buffer_info()[0])
     return found[TOKENS]
 
 

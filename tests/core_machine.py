@@ -451,17 +451,12 @@ class Machine:
         if not prefix.tokens:
             return
         lists = array("q", [word for frames in prefix.frames for word in (len(frames), *frames)])
-        flat = array("q", [frame for frames in prefix.frames for frame in frames])
-        entries.pin(cache.address, flat.buffer_info()[0], len(flat), 1)
-        before = guest.evict
         guest.prefixes.remove(prefix)  # it is not evicted meanwhile
         try:
             sequence = cache.share(-1, len(prefix.tokens), key=prefix.key, frames=lists)
             self.models[index].append(Model(sequence, prefix.stream, prefix.key, list(prefix.tokens)))
         finally:
             guest.prefixes.append(prefix)
-            entries.pin(cache.address, flat.buffer_info()[0], len(flat), -1)
-        del before
 
     def do_adopt_kept(self, index: int) -> None:
         cache, guest = self.caches[index], self.guests[index]

@@ -17,7 +17,7 @@ from vmmkv.prefix import entries
 from vmmkv.prefix.offload import Offload
 from vmmkv.prefix.prefixes import Key, Prefixes
 from vmmkv.tier.host_tier import HostTier
-from vmmkv.tier.prefixes import WINDOW
+from vmmkv.tier.stored import WINDOW
 
 
 class HostMachine(PrefixMachine):
@@ -45,7 +45,7 @@ class HostMachine(PrefixMachine):
         """Counts hits on the host."""
         load = offload.load
 
-        def counting(sequence: Sequence, words: tuple[int, ...], cached: int) -> int:
+        def counting(sequence: Sequence, words: tuple[int, int, int], cached: int) -> int:
             end = load(sequence, words, cached)
             self.done["host hits"] += end > cached
             self.done["host hits behind device hits"] += end > cached > 0
@@ -55,7 +55,7 @@ class HostMachine(PrefixMachine):
         return counting
 
     def held_frames(self) -> Counter[int]:
-        storing = [frames for tier in self.tiers for _, frames, _ in tier.prefixes.storing]
+        storing = [frames for tier in self.tiers for _, frames in tier.prefixes.storing]
         return super().held_frames() + Counter(frame for frames in storing for frame in frames)
 
     def staging(self) -> list[range]:
@@ -67,11 +67,10 @@ class HostMachine(PrefixMachine):
         super().check()
         for tree, tier in zip(self.trees, self.tiers):
             assert tree.offload
-            tables, nodes = Tables(tree), tree.offload.nodes
+            tables, stored = Tables(tree), tier.prefixes.stored
             there = [node for node in range(1, tables.fresh) if node not in tables.free and tables.nodes[node]["host"]]
-            assert {int(tables.nodes[node]["host"]): node for node in there} == nodes
-            assert {node: handle for handle, node in nodes.items()} == tree.offload.handles
-            assert nodes.keys() - {*tier.gone} == tier.prefixes.stored.keys()
+            hosted = {(node, int(tables.nodes[node]["host"])) for node in there}
+            assert hosted - {*tier.prefixes.gone} == {(each.node, serial) for serial, each in stored.items()}
             assert tier.used <= tier.slots.limit * tier.slots.page_size
 
     def do_evict_all(self, index: int) -> None:
@@ -103,12 +102,13 @@ class HostMachine(PrefixMachine):
         key, ids = self.prompt(index)
         given, (_, upper) = array("q", ids), self.bounds(index, key, ids)
         first = self.random.randint(0, len(ids))
-        words = key.number, given.buffer_info()[0], len(ids), 1, first, 0, 0
+        words = key.number, given.buffer_info()[0], len(ids), first, 0, 0
         assert first <= entries.look_up_host(self.trees[index].address, *words) <= max(first, upper)
 
     def do_make_way(self, index: int) -> None:
         """Sequences need host memory."""
-        self.tiers[index].make_way(self.random.choice([1, 1, 10, 1000]) * self.pool.driver.page_size)
+        with self.tiers[index].alone():
+            self.tiers[index].prefixes.make_way(self.random.choice([1, 1, 10, 1000]))
 
     def do_suspend_for_a_time(self, index: int) -> None:
         """A sequence that leaves, while others begin."""

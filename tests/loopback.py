@@ -44,5 +44,5 @@ class Loopback:
 def looped() -> Iterator[None]:
     """Has sequences go to this process, and come from it, meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vmmkv.transferring.Peer", Loopback)
+        patch.setattr("vmmkv.transfer.Peer", Loopback)
         yield

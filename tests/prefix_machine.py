@@ -25,7 +25,7 @@ from vmmkv.layout import KVLayout
 from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import TOKENS, WORDS, Key, Prefixes
 from vmmkv.prefix.retention import Retention
-from vmmkv.prefix.tables import HOLDER, NODE, PART
+from vmmkv.prefix.tables import HEAP, HOLDER, NODE, PART
 
 Ids = list[int]
 
@@ -82,18 +82,17 @@ class Tables:
         return Counter(int(slot) - 1 for node in there for slot in self.slots[node] if slot)
 
     def children(self, node: int) -> list[int]:
-        found, head = [], int(self.nodes[node]["child"])
-        child = head
-        while child and (not found or child != head):
-            found.append(child)
-            child = int(self.nodes[child]["next"])
-        return found
+        return self.ring(self.nodes, int(self.nodes[node]["child"]), 0)
 
     def rows(self, node: int) -> list[int]:
-        found, row = [], int(self.nodes[node]["holder"]) - 1
-        while row >= 0:
-            found.append(row)
-            row = int(self.holders[row]["next"]) - 1
+        return [row - 1 for row in self.ring(self.holders, int(self.nodes[node]["holder"]), 1)]
+
+    def ring(self, records: Any, head: int, base: int) -> list[int]:
+        """The items of a ring, whose records begin with the item `base`."""
+        found = [head] if head else []
+        while head and (following := int(records[found[-1] - base]["next"])) != head:
+            assert int(records[following - base]["prev"]) == found[-1]
+            found.append(following)
         return found
 
     def check(self) -> None:
@@ -137,11 +136,16 @@ class Tables:
                 assert self.holders[row]["node"] == node
             stack += [(child, node) for child in children]
         assert seen == t["used"] == self.fresh - 1 - len(self.free)
-        heap = table(t["order_at"], int(t["order"]))[: int(t["order"])].tolist()
-        assert {*heap} == in_order
-        keys = [(int(nodes[node]["priority"]), int(nodes[node]["used"])) for node in heap]
-        assert all(keys[(place - 1) // 2] <= keys[place] for place in range(1, len(heap)))
-        assert all(nodes[node]["place"] == place + 1 for place, node in enumerate(heap))
+        for name in ("order", "timers"):
+            heap = table(t[name], 1, HEAP)[0]
+            items = table(heap["items_at"], int(heap["count"]))[: heap["count"]].tolist()
+            places = table(heap["places_at"], int(heap["room"]))
+            assert {*items} == {node for node in in_order if name == "order" or nodes[node]["expires"]}
+            keys = [int(nodes[node]["priority"]) << 48 | int(nodes[node]["used"]) for node in items]
+            keys = keys if name == "order" else [int(nodes[node]["expires"]) for node in items]
+            assert all(keys[(place - 1) // 2] <= keys[place] for place in range(1, len(items)))
+            assert [places[node] for node in items] == [*range(1, len(items) + 1)]
+            assert np.count_nonzero(places[: self.fresh]) == len(items)
         assert t["held"] == sum(self.held().values())
         assert t["pages"] == sum(int(self.prefixes.cache.pool.frames["pages"][frame]) for frame in self.held())
 
@@ -286,8 +290,7 @@ class PrefixMachine(Machine):
         stream = self.device.current = self.random.choice(self.device.streams[:3])
         _, upper = self.bounds(index, key, ids[:-1])
         whole = self.random.random() < 0.7
-        given: Any = self.random.choice([list, lambda x: np.array(x, np.int32), lambda x: np.array(x, np.int64)])(ids)
-        sequence, cached = self.trees[index].start(given, key, whole=whole, expected=self.random.choice([0, 0, 30]))
+        sequence, cached = self.trees[index].start(ids, key, whole=whole, expected=self.random.choice([0, 0, 30]))
         assert cached <= upper
         self.done["hits"] += cached > 0
         self.done["cached"] += cached
@@ -307,7 +310,7 @@ class PrefixMachine(Machine):
             lower, upper = self.bounds(index, key, ids)
             tree, given, found = self.trees[index], array("q", ids), array("q", bytes(8 * WORDS))
             place = given.buffer_info()[0]
-            entries.look_up(tree.address, key.number, place, len(ids), 1, found.buffer_info()[0])
+            entries.look_up(tree.address, key.number, place, len(ids), found.buffer_info()[0])
             assert lower <= found[TOKENS] <= upper, (lower, found[TOKENS], upper)
             names = next(name for name, each in tree.names.items() if each == key)
             told, ranges = self.views[index].find(names, ids), len({*self.caches[index].records})
@@ -356,7 +359,8 @@ class PrefixMachine(Machine):
             super().do_fork(index)
             return
         stream = self.device.current = self.random.choice(self.device.streams[:3])
-        fork = self.trees[index].fork(model.sequence)
+        fork = model.sequence.fork()
+        self.trees[index].inherit(fork, model.sequence)
         self.models[index].append(
             Known(fork, stream, model.key, list(model.tokens), model.start, names=model.names, ids=list(model.ids),
                   committed=model.committed)

@@ -102,7 +102,6 @@ LAYERS = [
     "scales",
     "arguments",
     "transfer",
-    "transferring",
     "pool_picture",
     "lending",
     "pool",
@@ -125,8 +124,8 @@ UPWARDS = {
     ("picture", "cache"),
     ("sequence", "cache"),
     ("snapshot", "cache"),
-    ("transferring", "cache"),
-    ("transferring", "sequence"),
+    ("transfer", "cache"),
+    ("transfer", "sequence"),
 }
 """The one exception: types."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS, small_driver
@@ -16,7 +15,7 @@ from prefix_machine import Ids, PrefixMachine, Tables, View, common
 from vmmkv.core.cache import Cache
 from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
-from vmmkv.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError, UseAfterFreeError
+from vmmkv.errors import ArgumentError, UnsupportedError, UseAfterFreeError
 from vmmkv.layout import KVLayout
 from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import TOKENS, WORDS, Prefixes
@@ -71,7 +70,7 @@ def new(pages: int = 400, rows: int = 8, tokens: int = 200, layout: KVLayout = L
 def found(tree: Prefixes, ids: Ids, key: int = 0) -> int:
     """How many of the first ids a look-up finds."""
     given, out = array("q", ids), array("q", bytes(8 * WORDS))
-    entries.look_up(tree.address, key, given.buffer_info()[0], len(ids), 1, out.buffer_info()[0])
+    entries.look_up(tree.address, key, given.buffer_info()[0], len(ids), out.buffer_info()[0])
     return out[TOKENS]
 
 
@@ -142,21 +141,6 @@ def test_names_keep_tokens_apart() -> None:
         tree.key(True)
 
 
-def test_ids_of_both_widths_are_equal_and_others_are_refused() -> None:
-    tree, ids = new(), [*range(30)]
-    sequence, _ = tree.start(np.array(ids, np.int32))
-    assert tree.commit(sequence, np.array(ids, ">i8")) == 30
-    for given in (ids, np.array(ids), np.array(ids, np.int32), np.array(ids * 2, np.int64)[::1][:30], array("q", ids)):
-        assert tree.start(given, whole=False)[1] == 29
-        tree.cache.sweep()
-    with pytest.raises(ShapeError):
-        tree.start(np.zeros((2, 2), np.int64))
-    with pytest.raises(DtypeError):
-        tree.start(np.zeros(2))
-    with pytest.raises(ArgumentError):
-        tree.start([1.5])
-
-
 def test_a_hit_and_the_rest_of_its_pages_are_one_change_and_a_chat_goes_on_without_any() -> None:
     driver = FaultyDriver(small_driver("cpu"))
     pool = Pool(driver.inner, 100)
@@ -219,7 +203,8 @@ def test_what_live_sequences_use_is_not_evicted(random: Random) -> None:
     row = Row(tree.start(ids)[0])
     row.write(random, 0)
     tree.commit(row.sequence, ids)
-    fork = Row(tree.fork(row.sequence), list(row.tokens))
+    fork = Row(row.sequence.fork(), list(row.tokens))
+    tree.inherit(fork.sequence, row.sequence)
     row.sequence.free()
     assert tree.evict(1 << 30) == 0
     assert found(tree, ids) == 50

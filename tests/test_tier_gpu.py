@@ -6,6 +6,7 @@ from array import array
 from contextlib import suppress
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS
@@ -16,8 +17,8 @@ from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
 from vmmkv.driver.driver import open_driver
 from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, StreamCaptureError
+from vmmkv.prefix.tables import MOVED
 from vmmkv.tier.host_tier import HostTier
-from vmmkv.tier.prefixes import Page
 
 pytestmark = pytest.mark.gpu
 
@@ -117,9 +118,9 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
             pool.trim()
             assert all(pool.frames[frame]["refs"] == 0 for frame in out[:count])
         places = [(frame, offset) for frame in out[:count] for offset in range(pool.frames[frame]["pages"])]
-        pages = [Page(0, 0, page, frame, offset) for page, (frame, offset) in enumerate(places)]
-        (handle,) = tier.store(pages, [3])
-        assert handle is not None
+        words = [(0, 1, 0, page, frame, offset, 3, 0, 0) for page, (frame, offset) in enumerate(places)]
+        with tier.alone():
+            assert tier.prefixes.store(np.array(words, MOVED)).all()
         entries.drop(cache.address, out.buffer_info()[0], count)
         assert tier.finish(1) > 0
         other = Row(tensors, cache.sequence(tokens), row.shadow[:tokens].clone())
@@ -127,10 +128,12 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
         first = 37
         other.shadow = torch.cat([other.shadow[:first], row.shadow[first:tokens]])
         tensors.words[other.sequence.row, first:tokens] = 0
-        assert tier.load([(handle, 0, each.page) for each in pages], other.sequence.ticket, first, tokens - first)
+        pages = [(1, 0, page) for page in range(len(places))]
+        with tier.alone():
+            assert tier.prefixes.load(pages, other.sequence.ticket, first, tokens - first)
         assert int(other.wrong()) == 0
         other.sequence.free()
-        tier.drop(handle)
+        tier.prefixes.drop(1)
     torch.cuda.synchronize()
     assert tier.used == 0
     check(pool, [cache])

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
+import numpy as np
 import pytest
 from core_machine import Machine, Model, Prefix, follow
 from simulated_device import SimulatedDevice
 
 from vmmkv.core import entries
 from vmmkv.core.pool import Ask
-from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError
+from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError, VmmkvError
+from vmmkv.prefix.tables import MOVED
 from vmmkv.tier import slots
-from vmmkv.tier.copying import copies
 from vmmkv.tier.host_tier import HostTier
-from vmmkv.tier.prefixes import WINDOW, Page
+from vmmkv.tier.slots import copies
+from vmmkv.tier.stored import WINDOW
 
 
 class HostChunk(slots.Chunk):
@@ -79,7 +81,7 @@ class TierMachine(Machine):
         return evict
 
     def held_frames(self) -> Counter[int]:
-        storing = [frames for tier in self.tiers for _, frames, _ in tier.prefixes.storing]
+        storing = [frames for tier in self.tiers for _, frames in tier.prefixes.storing]
         return super().held_frames() + Counter(frame for frames in storing for frame in frames)
 
     def staging(self) -> list[range]:
@@ -90,8 +92,8 @@ class TierMachine(Machine):
     def check(self) -> None:
         super().check()
         for tier, models, limit, stored in zip(self.tiers, self.away, self.limits, self.stored):
-            while tier.gone:
-                gone = stored.pop(tier.gone.popleft())
+            while tier.prefixes.gone:
+                gone = stored.pop(tier.prefixes.gone.popleft()[1])
                 assert all(gone.rank <= each.rank for each in stored.values() if each.rank[1] < self.uses)
             assert stored.keys() == tier.prefixes.stored.keys()
             assert tier.used <= tier.slots.made * tier.slots.page_size <= limit * tier.slots.page_size
@@ -107,19 +109,26 @@ class TierMachine(Machine):
         return sum(run.pages for taken in tier.away.values() for runs in taken for run in runs)
 
     def store(self, index: int, prefix: Prefix) -> None:
-        pages, priority = [*self.pages_of(prefix)], self.random.randrange(4)
+        priority = self.random.randrange(4)
         self.uses += 1
-        for handle in self.tiers[index].store(pages, [priority]):
-            if handle is not None:
-                there = [(each.part, each.page) for each in pages]
-                self.stored[index][handle] = Kept(prefix.tokens, there, prefix.key, (priority, self.uses))
+        pages = self.pages_of(prefix, self.uses, priority)
+        tier = self.tiers[index]
+        with suppress(VmmkvError), tier.alone():
+            tier.sweep()
+            if tier.prefixes.store(pages).any():
+                there = pages[["part", "page"]].tolist()
+                self.stored[index][self.uses] = Kept(prefix.tokens, there, prefix.key, (priority, self.uses))
 
-    def pages_of(self, prefix: Prefix) -> Iterator[Page]:
+    def pages_of(self, prefix: Prefix, serial: int, priority: int) -> np.ndarray:
         """The pages of a prefix that hold tokens, in any order."""
-        for part, frames in enumerate(prefix.frames):
-            offsets = [(frame, offset) for frame in frames for offset in range(self.pool.frames[frame]["pages"])]
-            for page, (frame, offset) in self.random.sample([*enumerate(offsets)], len(offsets)):
-                yield Page(0, part, page, frame, offset)
+        pages = [
+            (0, serial, part, page, frame, offset, priority, 0, 0)
+            for part, frames in enumerate(prefix.frames)
+            for page, (frame, offset) in enumerate(
+                (frame, offset) for frame in frames for offset in range(self.pool.frames[frame]["pages"])
+            )
+        ]
+        return np.array(self.random.sample(pages, len(pages)), MOVED)
 
     def do_store(self, index: int) -> None:
         guest = self.guests[index]
@@ -149,13 +158,15 @@ class TierMachine(Machine):
         model = Model(sequence, stream, kept.key, self.byte(first))
         self.write(model, 0)
         pages = [(handle, *place) for place in kept.pages]
-        if tier.load(pages, sequence.ticket, first, length - first):
+        with tier.alone():
+            is_loaded = tier.prefixes.load(pages, sequence.ticket, first, length - first)
+        if is_loaded:
             self.uses += 1
             kept.rank = kept.rank[0], self.uses
             model.tokens += kept.tokens[first:]
         else:
             sequence.truncate(first)
-            assert handle in tier.gone
+            assert (0, handle) in tier.prefixes.gone
         del model.tokens[length:]
         self.models[index].append(model)
 
@@ -167,12 +178,12 @@ class TierMachine(Machine):
             if min(len(stored[handle].tokens), len(model.tokens)) and not model.start:
                 pages = [(handle, *place) for place in stored[handle].pages]
                 with pytest.raises(ArgumentError):
-                    self.tiers[index].load(pages, model.sequence.ticket, 0, 1)
+                    self.tiers[index].prefixes.load(pages, model.sequence.ticket, 0, 1)
 
     def do_drop(self, index: int) -> None:
         if self.stored[index]:
             handle = self.random.choice([*self.stored[index]])
-            self.tiers[index].drop(handle)
+            self.tiers[index].prefixes.drop(handle)
             del self.stored[index][handle]
 
     def some_away(self, index: int) -> Model | None:
@@ -210,8 +221,7 @@ class TierMachine(Machine):
         """An interruption in the middle of a resume: planned, and perhaps run, but not booked."""
         if model := self.some_away(index):
             tier, cache, ask, ticket = self.tiers[index], self.caches[index], Ask(), model.sequence.ticket
-            bounds = tier.bounds(model.start, len(model.tokens))
-            words = array("q", copies(tier.away[ticket], self.pool.driver.page_size, bounds))
+            words = copies(tier.pieces(ticket, model.start), cache.records, model.start, len(model.tokens))
             at = model.sequence.cell.buffer_info()[0], words.buffer_info()[0], len(words) // 4
             with self.pool.lock:
                 serial = entries.plan_resume(cache.address, *at, ask.address)
@@ -258,7 +268,7 @@ class TierMachine(Machine):
                 model.sequence.free()
             self.away[index].clear()
             for handle in self.stored[index]:
-                self.tiers[index].drop(handle)
+                self.tiers[index].prefixes.drop(handle)
         self.device.finish()
         for tier in self.tiers:
             assert tier.used == tier.slots.made == 0

@@ -50,15 +50,14 @@ from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
 from .pool import FramePool, check_pool_alone, holders
-from .prefix.names import tenant_key
-from .prefix.prefixes import Prefixes
+from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention
 from .scales import SequenceScales
 from .sequence import Sequence, check_reusable, closed_cache
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from .tier.host_tier import HostTier
-from .transferring import NO_IDS, receive
+from .transfer import receive
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
@@ -470,7 +469,7 @@ class KVCache(Cache):
 
     def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
         """Salt and adapter that a sequence's tokens may be cached under, if any, and the ids that were committed."""
-        return self.prefixes.known(sequence) if self.prefixes else (None, NO_IDS)
+        return self.prefixes.known(sequence) if self.prefixes else (None, np.empty(0, np.int64))
 
     def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
         """Gives sequence i the tokens of sequence `indices[i]`, as in beam search: rows and their addresses stay. All

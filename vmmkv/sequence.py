@@ -26,7 +26,7 @@ from .layout import KVLayout, as_index, shown
 from .picture import draw_sequence
 from .prefix.retention import Retention
 from .tensors import check_dense
-from .transferring import send
+from .transfer import send
 
 if TYPE_CHECKING:
     from .cache import KVCache

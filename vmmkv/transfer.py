@@ -1,99 +1,148 @@
 """Sequences that go from one process to another, as messages of torch.distributed.
 
-    sender      what it is: layout, first token and length, token ids -->
-    receiver    <-- the token from which on it lacks K and V, or why it refuses
-    sender      these tokens: a message for each range of the layout -->
-                scales of the sequence, where the layout has any: another one -->
+    sender      layout, first token and length, known token ids -->
+    receiver    <-- the first token that it wants K and V of, or why it refuses the sequence
+    sender      these tokens: a message for each range of the layout, and one for scales of the sequence -->
 
-A row is contiguous, so its tokens in a range, K and V of all layers, are one message, whatever the pages under them
-are, here and there. No K or V moves before the receiver has memory for all of it: then both know how much that is.
-
-NCCL works in the order of the current stream, and with gloo all is done when a call returns. Only for what is said
-before K and V the host waits.
+A row is contiguous, so a sequence's tokens in a range are one message, whatever pages lie under them. No K or V moves
+before the receiver has memory for all of it. NCCL works in the order of the current stream; with gloo a call returns
+when all is done. The host waits only for the first two messages.
 """
 
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from .arguments import Ids
-from .errors import ArgumentError, LayoutError, TransferError, TransferRefusedError
+from .arguments import Ids, check_tokens
+from .core.sequence import suspended
+from .driver.fence import Fence
+from .errors import ArgumentError, DriverError, LayoutError, TransferError, TransferRefusedError, VmmkvError
 from .events.naming import Name
 from .layout import KVLayout
 
-MARK = b"vmmkv 2\n"
-"""What a letter begins with; the number is that of how sequences are sent."""
+if TYPE_CHECKING:
+    from . import cache as caches
+    from . import sequence as sequences
+
+MARK = b"vmmkv 3\n"
+"""The first bytes of a letter; the number is the version of the messages."""
 FIRST = 4096
-"""Bytes of a letter's first message: its mark, its length, and what there is room for."""
+"""Bytes of a letter's first message: the mark, the letter's length, and as much of the letter as fits."""
 BEGIN = len(MARK) + 8
-"""Where that begins."""
+MOST = 1 << 30
+"""Bytes of a letter, at most: ids of 128 million tokens."""
 NOT_UNDERSTOOD = ValueError, SyntaxError, TypeError, MemoryError, RecursionError
-"""What reading a letter, or a literal in it, fails with."""
+"""Errors of reading a letter, or a literal in it."""
+Read = TypeVar("Read")
+
+
+def send(sequence: sequences.Sequence, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Sends a sequence: see `Sequence.send`."""
+    cache, peer = sequence.cache, Peer(rank, group, sequence.cache.device)
+    if sequence.is_suspended:
+        raise suspended()
+    cache.order_behind(sequence)
+    if stream := cache.pool.driver.current_stream():
+        sequence.record_stream(stream)
+    first = peer.ask(Head(geometry_of(cache.layout), sequence.start, sequence.length, *cache.known(sequence)))
+    with cache.pool.nvtx.send:
+        peer.send(messages(sequence, first))
+
+
+def receive(
+    cache: caches.KVCache, rank: int, group: dist.ProcessGroup | None, expected_tokens: int, tenant: Name, reuse: bool
+) -> sequences.Sequence:
+    """Receives a sequence: see `KVCache.receive`."""
+    peer = Peer(rank, group, cache.device)
+    Fence.after(cache.pool.driver, [cache.pool.driver.current_stream()])  # raises while a graph is captured
+    head = peer.listen()
+    with peer.told():
+        head.check(cache.layout)
+        expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
+        if reuse and head.key:
+            salt, adapter = head.key
+            sequence = cache.sequence(
+                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
+            )
+        else:
+            sequence = cache.sequence(0 if head.start else head.length, expected_tokens=expected, tenant=tenant)
+    try:
+        with peer.told():
+            if missing := head.length - sequence.length:
+                cache.extend([sequence], missing, starts=[head.start] if head.start else None)
+        first = max(head.start, sequence.cached_tokens)
+        peer.accept(first)
+        with cache.pool.nvtx.receive:
+            peer.receive(messages(sequence, first))
+        if cache.known(sequence)[0] is not None and len(head.ids):
+            with suppress(DriverError):  # both sides have the sequence; only later sequences do not find its tokens
+                sequence.commit(head.ids)
+    except BaseException:
+        with suppress(VmmkvError):  # else it is freed when it is collected
+            sequence.free()
+        raise
+    return sequence
+
+
+def messages(sequence: sequences.Sequence, first: int) -> list[torch.Tensor]:
+    """The bytes of a sequence's tokens from one on: a flat view of each range, and of its scales if it has any."""
+    cache, row, views = sequence.cache, sequence.row, []
+    for number, part in enumerate(cache.ranges):
+        base, record = row * int(part["row_pages"]) * cache.page_size, int(part["record"])
+        views.append(cache.range(number).view(torch.uint8)[base + first * record : base + sequence.length * record])
+    return [*views, cache.scales.rows[row].view(torch.uint8)] if cache.scales else views
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a receiver is told of a sequence.
+    """What a receiver is told of a sequence: the geometry of its layout (see `geometry_of`), the first token that it
+    keeps, its length, the salt and adapter that its tokens may be known under, or None, and the ids of known tokens."""
 
-    Attributes:
-        geometry: of its layout: see `geometry_of`.
-        start: the first token that it keeps.
-        length: its tokens.
-        key: salt and adapter that its tokens may be known under; None where they may not.
-        ids: what its first tokens are known to be.
-    """
-
-    geometry: str
+    geometry: dict[str, Any]
     start: int
     length: int
     key: tuple[Name, Name] | None
     ids: Ids
 
     def packed(self) -> bytes:
-        """As bytes: a line each of geometry, tokens, and key, and ids. A key is a literal of Python, which keeps text,
-        bytes and numbers apart and runs nothing."""
-        facts = f"{self.geometry}\n{self.start} {self.length}\n{self.key!r}\n"
-        return facts.encode() + self.ids.astype("<i8", copy=False).tobytes()
+        """The head as bytes: a literal of Python, which keeps types apart and runs nothing, and the ids."""
+        words = f"{(self.geometry, self.start, self.length, self.key)!r}\n"
+        return words.encode() + self.ids.astype("<i8", copy=False).tobytes()
 
     @classmethod
     def unpacked(cls, letter: bytes) -> Head:
-        """What was packed. Raises one of `NOT_UNDERSTOOD` where nothing was."""
-        geometry, tokens, words, numbers = letter.split(b"\n", 3)
-        start, length = map(int, tokens.split())
-        key, ids = literal_eval(words.decode()), np.frombuffer(numbers, "<i8")
+        """Reads what was packed. Raises one of `NOT_UNDERSTOOD` for other bytes."""
+        words, numbers = letter.split(b"\n", 1)
+        geometry, start, length, key = literal_eval(words.decode())
+        start, length, ids = index(start), index(length), np.frombuffer(numbers, "<i8")
         is_key = key is None or (isinstance(key, tuple) and len(key) == 2)
-        if not (is_key and 0 <= start <= length >= len(ids)) or (start and len(ids)):
+        is_there = 0 <= start <= length >= len(ids) and not (start and len(ids))
+        if not (is_key and is_there and isinstance(geometry, dict)):
             raise ValueError("there is no such sequence")
-        return cls(geometry.decode(), start, length, key, ids)
+        return cls(geometry, start, length, key, ids)
 
     def check(self, layout: KVLayout) -> None:
-        """Raises `LayoutError` where a cache of a layout cannot hold it, and `TransferError` where its own is none."""
-        geometry = geometry_of(layout)
-        if self.geometry == geometry:
-            return
-        try:
-            theirs, ours = dict(literal_eval(self.geometry)), literal_eval(geometry)
-        except NOT_UNDERSTOOD as error:
-            raise TransferError(f"got a sequence of layout {self.geometry[:100]!r}, which is something else") from error
-        pairs = [(name, theirs.get(name), ours.get(name)) for name in ours | theirs]
-        wrong = [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
-        raise LayoutError(
-            f"asked to receive a sequence of another layout: {', '.join(wrong)}. Make both caches with the same "
-            "KVLayout (pages may differ in size)"
-        )
+        """Raises `LayoutError` where a cache of a layout cannot hold the sequence."""
+        ours = geometry_of(layout)
+        pairs = [(name, self.geometry.get(name), ours.get(name)) for name in ours | self.geometry]
+        if wrong := [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]:
+            raise LayoutError(
+                f"asked to receive a sequence of another layout: {', '.join(wrong)}. Make both caches with the same "
+                "KVLayout (pages may differ in size)"
+            )
 
 
-def geometry_of(layout: KVLayout) -> str:
-    """What two layouts have to agree on, so that token records do: by name, as a literal, which is the same for all who
-    do. So it is compared as it is, and read only to say what differs: K and V wait for the answer."""
+def geometry_of(layout: KVLayout) -> dict[str, Any]:
+    """Names and values that two layouts agree on if their token records are the same."""
     facts: dict[str, Any] = {
         "dtype": str(layout.dtype).removeprefix("torch."),
         "num_layers": layout.num_layers,
@@ -102,13 +151,12 @@ def geometry_of(layout: KVLayout) -> str:
     for name, attribute in ("num_kv_heads", "num_kv_heads"), ("head_dim", "k_head_dim"), ("v_head_dim", "v_head_dim"):
         values = [getattr(layer, attribute) for layer in layout.layers]
         facts[name] = values[0] if len(set(values)) == 1 else values
-    if layout.scales is not None:
-        facts["scales"] = layout.scales
-    return repr(facts)
+    return facts if layout.scales is None else facts | {"scales": layout.scales}
 
 
 class Peer:
-    """Another process of a group: messages to it, and from it.
+    """Another process of a group: messages to it, and from it. A method raises `TransferError` if that process is gone,
+    or has sent something else.
 
     Args:
         rank: in the default group, as `torch.distributed.send` takes it.
@@ -129,45 +177,32 @@ class Peer:
             raise ArgumentError(f"got rank={rank!r}; it must be another one than {own}, among {ranks}")
         self.rank, self._group, self._device = int(rank), group, device
 
-    # ------------------------------------------------------------------ sequences
-
     def ask(self, head: Head) -> int:
-        """Sends what there is to be told of a sequence; returns from which token on it is wanted.
+        """Offers a sequence. Returns the first token that the other process wants, or raises `TransferRefusedError`."""
 
-        Raises:
-            TransferRefusedError: it is not.
-            TransferError: the other process is gone, or has said something else.
-        """
-        self._post(head.packed())
-        with self._understood():
-            token, reason, why = self._fetch().decode().split("\n", 2)
-            first = int(token)
-            if not (reason or head.start <= first <= head.length):
+        def read(letter: bytes) -> tuple[int, str, str]:
+            token, reason, why = letter.decode().split("\n", 2)
+            if not (reason or head.start <= int(token) <= head.length):
                 raise ValueError("there is no such token")
+            return int(token), reason, why
+
+        self._post(head.packed())
+        first, reason, why = self._fetch(read)
         if reason:
             raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
         return first
 
     def listen(self) -> Head:
-        """What the other process has to tell of a sequence; `accept` follows, or an error within `told`.
-
-        Raises:
-            TransferError: it is gone, or has said something else.
-        """
-        with self._understood():
-            return Head.unpacked(self._fetch())
+        """Waits for the head of a sequence; `accept` follows, or an error within `told`."""
+        return self._fetch(Head.unpacked)
 
     def accept(self, first: int) -> None:
-        """Asks for all tokens from the first one that is wanted.
-
-        Raises:
-            TransferError: the other process is gone.
-        """
+        """Asks for all tokens from one on."""
         self._post(f"{first}\n\n".encode())
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Tells the other process, which waits, why a sequence is refused: what is raised inside."""
+        """Tells the other process, which waits, of an error within that refuses the sequence."""
         try:
             yield
         except BaseException as error:
@@ -176,73 +211,44 @@ class Peer:
             raise
 
     def send(self, states: Sequence[torch.Tensor]) -> None:
-        """Sends tokens, a message for each tensor.
-
-        Raises:
-            TransferError: the other process is gone.
-        """
-        for each in states:
-            self._send(each.view(torch.uint8))
+        """Sends a message for each tensor that is not empty."""
+        self._move(dist.send, "sent to", states)
 
     def receive(self, states: Sequence[torch.Tensor]) -> None:
-        """Receives what `send` sends, of tensors of the same sizes.
+        """Receives what `send` sends, of tensors of the same sizes."""
+        self._move(dist.recv, "received from", states)
 
-        Raises:
-            TransferError: the other process is gone.
-        """
-        for each in states:
-            self._receive(each.view(torch.uint8))
-
-    # ------------------------------------------------------------------ letters
+    def _move(self, call: Any, what: str, states: Sequence[torch.Tensor]) -> None:
+        try:
+            for each in states:
+                if each.numel():
+                    call(each, self.rank, self._group)
+        except (RuntimeError, ValueError) as error:
+            raise TransferError(f"nothing could be {what} rank {self.rank}: {error}") from error
 
     def _post(self, letter: bytes) -> None:
         """Sends bytes: one message, or two if they are many."""
         whole = bytearray((MARK + len(letter).to_bytes(8, "little") + letter).ljust(FIRST))
         message = torch.frombuffer(whole, dtype=torch.uint8).to(self._device)
-        self._send(message[:FIRST])
-        self._send(message[FIRST:])
+        self.send([message[:FIRST], message[FIRST:]])
 
-    def _fetch(self) -> bytes:
-        """The bytes that the other process posts; the host waits for them."""
-        first = self._arrived(FIRST)
-        if not first.startswith(MARK):
-            raise ValueError(f"a letter begins with {MARK!r}")
-        length = int.from_bytes(first[len(MARK) : BEGIN], "little")
-        rest = length - (FIRST - BEGIN)
-        return first[BEGIN : BEGIN + length] + (self._arrived(rest) if rest > 0 else b"")
-
-    @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """Says that a letter is none of ours, where it cannot be read."""
+    def _fetch(self, read: Callable[[bytes], Read]) -> Read:
+        """Waits for the bytes that the other process posts, and reads them."""
         try:
-            yield
+            first = self._arrived(FIRST)
+            length = int.from_bytes(first[len(MARK) : BEGIN], "little")
+            if not first.startswith(MARK) or length > MOST:
+                raise ValueError("this is no letter")
+            return read(first[BEGIN : BEGIN + length] + self._arrived(max(length - FIRST + BEGIN, 0)))
         except NOT_UNDERSTOOD as error:
             raise TransferError(
                 f"rank {self.rank} has sent something else than a sequence of this version of vmmkv"
             ) from error
 
     def _arrived(self, nbytes: int) -> bytes:
-        with self._explained("received from"):  # also where nobody has room for what is said to come
-            message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._receive(message)
-        return message.cpu().numpy().tobytes()
-
-    # ------------------------------------------------------------------ messages
-
-    def _send(self, message: torch.Tensor) -> None:
-        if message.numel():
-            with self._explained("sent to"):
-                dist.send(message, self.rank, self._group)
-
-    def _receive(self, message: torch.Tensor) -> None:
-        if message.numel():
-            with self._explained("received from"):
-                dist.recv(message, self.rank, self._group)
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Makes one type of all that torch raises."""
         try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            raise TransferError(f"nothing could be {what} rank {self.rank}: {error}") from error
+            message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise TransferError(f"there is no memory for a message from rank {self.rank}: {error}") from error
+        self.receive([message])
+        return message.cpu().numpy().tobytes()

@@ -43,6 +43,15 @@ def entry_without_lock(function: Function) -> Function:
     return _by_numba(function, no_cfunc_wrapper=True, nogil=True) if BY_NUMBA else function
 
 
+def accessor(function: Function) -> Function:
+    """Marks a function that finds a record or a table for compiled functions; its result has no annotated type."""
+    if not BY_NUMBA:
+        return function
+    from numba import njit
+
+    return njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
 def _by_numba(function: Any, **options: bool) -> Any:
     from numba import njit
 

@@ -26,21 +26,18 @@ class Found:
         self.gain: dict[tuple[int, int], int] = {}
 
 
-def check(
-    pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None, pins: Counter[int] | None = None
-) -> None:
-    """Raises `InvariantError` where the books of a pool and its caches are wrong. `held` and `pins` count the
-    references and the pins of guests, by frame."""
+def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None) -> None:
+    """Raises `InvariantError` where the books of a pool and its caches are wrong. `held` counts the references of
+    guests, by frame."""
     with pool.lock:
         state = pool.state[0]
         expect(state["pending"] == 0, "a journal is pending")
         found, used = Found(), 0
         for cache in caches:
             used += check_rows(pool, cache, found)
-        check_frames(pool, found, held or Counter(), pins or Counter())
+        check_frames(pool, found, held or Counter())
         staged = int(state["staged"])
-        pinned = sum(int(pool.frames[frame]["pages"]) for frame in (pins or {}) if not found.users[frame])
-        used += pinned + (int(pool.frames[staged - 1]["pages"]) if staged else 0) + int(pool.accounts["leased"].sum())
+        used += (int(pool.frames[staged - 1]["pages"]) if staged else 0) + int(pool.accounts["leased"].sum())
         expect(used == state["used"], f"used is {state['used']}, and by the rows {used}")
         open_accounts = pool.accounts[pool.accounts["open"] == 1]
         expect(open_accounts["used"].sum() == state["used"], "accounts do not add up")
@@ -55,7 +52,7 @@ def expect(holds: Any, words: str) -> None:
         raise InvariantError(words)
 
 
-def check_frames(pool: Pool, found: Found, held: Counter[int], pins: Counter[int]) -> None:
+def check_frames(pool: Pool, found: Found, held: Counter[int]) -> None:
     """Checks frames, and the stacks of free ones."""
     state, frames = pool.state[0], pool.frames
     staged = {int(state["staged"]) - 1} if state["staged"] else set()
@@ -72,7 +69,7 @@ def check_frames(pool: Pool, found: Found, held: Counter[int], pins: Counter[int
         created += int(frame["pages"])
         expect(frame["refs"] == found.refs[number], f"{where} has refs {frame['refs']}, not {found.refs[number]}")
         expect(frame["held"] == held[number] + (number in staged), f"{where} is held {frame['held']} times")
-        expect(frame["users"] == found.users[number] + pins[number], f"{where} has users {frame['users']}")
+        expect(frame["users"] == found.users[number], f"{where} has users {frame['users']}")
         expect(frame["place"] == found.place.get(number, 0), f"{where} is not where it is said to be")
         expect((number in free) == (frame["refs"] == 0 and frame["held"] == 0), f"{where} is free, or is not")
         expect(frame["pages"] in (1, LARGE), f"{where} has {frame['pages']} pages")

@@ -56,11 +56,9 @@ ENTRIES = [
     accounts.plan_close,
     ahead.plan_ahead,
     guests.join,
-    guests.notes,
     guests.hold,
     guests.hold_again,
     guests.drop,
-    guests.pin,
 ]
 MODULES = (
     "tables streams rows frames journal booking reclaim accounts growth starting sharing parting copying suspending "

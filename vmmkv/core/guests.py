@@ -7,14 +7,13 @@ A guest holds frames: these outlive the rows in which they are mapped. The core 
               and the guest forgets all that it knows of rows.
     hold      references the full frames in front of a live sequence's tokens, and writes their numbers.
     drop      ends references. A frame that is in no row becomes free; a frame in a parked row can be reclaimed.
-    pin       counts frames as used while they are copied, or until a share of them is booked; -1 ends that.
     share     puts held frames in front of a new sequence, in one journal with its other pages: see
               `vmmkv.core.sharing.plan_share`.
     adopt     gives a parked row to a new sequence as it is: see `vmmkv.core.starting.adopt_kept`.
 
-`join`, `notes`, `hold`, `drop` and `pin` are one compiled call each, need no lock, and make no driver call. `share` is
+`join`, `notes`, `hold` and `drop` need no lock, and make no driver call; compiled guests call `notes`. `share` is
 a plan. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop as many, without a lock,
-and plans again. A guest never drops frames that it has pinned.
+and plans again.
 
 A list of frames is, for each range of the cache, the number of frames and then their numbers. The frames of a range lie
 on its pages from 0 on, one behind the other.
@@ -25,7 +24,7 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from .frames import add_gain, push_free
-from .rows import add_user, frame_at, page_of, place, recount, row_of, track
+from .rows import frame_at, page_of, place, recount, row_of, track
 from .tables import CACHE, DONE, EXTENT, FRAME, GONE, LISTS, NO_TOKEN, NOTE, POOL, ROW, SUSPENDED
 
 
@@ -37,7 +36,7 @@ def join(cache: int, ring: int, size: int) -> int:
     return DONE
 
 
-@entry
+@inner
 def notes(cache: int, out: int, most: int) -> int:
     """Takes up to so many notes. Returns their number; or -1, once, where notes were lost."""
     c = view(cache, 1, CACHE)[0]
@@ -117,12 +116,3 @@ def reference(cache: int, frame: int, sign: int) -> None:
     add_gain(cache, frame, 1)
     if f.refs == 0 and f.held == 0:
         push_free(pool, frame)
-
-
-@entry
-def pin(cache: int, frames_at: int, count: int, sign: int) -> int:
-    """Pins frames, which count as used then (`sign` is 1), or unpins them (-1)."""
-    frames = view(frames_at, count, np.int64)
-    for index in range(count):
-        add_user(cache, frames[index], sign)
-    return DONE

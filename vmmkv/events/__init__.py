@@ -4,19 +4,8 @@
 `publisher` need the extra `vmmkv[events]`.
 """
 
-from .chain import Blocks
-from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
+from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored
 from .log import EventLog
 from .naming import salt_of
 
-__all__ = [
-    "Blocks",
-    "Cleared",
-    "Created",
-    "Dropped",
-    "Event",
-    "EventLog",
-    "Removed",
-    "Stored",
-    "salt_of",
-]
+__all__ = ["Blocks", "Cleared", "Created", "Dropped", "Event", "EventLog", "Removed", "Stored", "salt_of"]

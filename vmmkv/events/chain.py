@@ -14,47 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .naming import root_digest
-
-Names = tuple[str | None, str | int | None, str | int | None]
-"""Salt, adapter and tenant."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Consecutive blocks of one sequence.
-
-    Attributes:
-        hashes: one per block, unsigned 64-bit numbers.
-        parent: the hash of the block before the first one; None at the beginning of the sequence.
-        ids: their token ids, int64, `[len(hashes) * size]`.
-        start: the position of the first token in the sequence.
-        size: tokens in a block.
-        salt: the salt of the sequence, if any.
-        adapter: the LoRA adapter that they were computed with, by name or number, if any.
-        tenant: the sequence's tenant, if any.
-    """
-
-    hashes: tuple[int, ...]
-    parent: int | None
-    ids: NDArray[np.int64]
-    start: int
-    size: int
-    salt: str | None
-    adapter: str | int | None
-    tenant: str | int | None
+from .kinds import Blocks
+from .naming import Names, root_digest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """The end of some tokens of a sequence, from which later tokens are hashed.
-
-    Attributes:
-        names: the sequence's salt, adapter and tenant.
-        digest: of the last whole block, or of the root.
-        rest: token ids behind that block.
-        hashes: the blocks that end within these tokens.
-    """
+    """The end of some tokens of a sequence, from which later tokens are hashed: the sequence's names, the digest of the
+    last whole block, or of the root, the token ids behind that block, and the hashes of blocks that end within these
+    tokens."""
 
     names: Names
     digest: bytes
@@ -76,15 +44,8 @@ class Link:
         return Link(self.names, digest, ids[len(hashes) * size :].copy(), tuple(hashes))
 
     def blocks(self, before: Link, ids: NDArray[np.int64], start: int, known: int, size: int) -> Blocks:
-        """The blocks that end within its tokens, without the first `known` of them.
-
-        Args:
-            before: the end of the tokens before these.
-            ids: its token ids.
-            start: the position of the first of these.
-            known: fewer than there are.
-            size: tokens in a block.
-        """
+        """The blocks that end within its tokens `ids`, which follow `before` and begin at position `start`, without the
+        first `known` blocks, which are not all."""
         first = start - len(before.rest) + known * size
         parent = self.hashes[known - 1] if known else int.from_bytes(before.digest[-8:], "big")
         ids = np.concatenate([before.rest, ids])[known * size : len(self.hashes) * size]

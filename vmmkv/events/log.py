@@ -5,8 +5,8 @@ that is full. The thread that drains the log hashes blocks, and polls the ring w
 
 Invariants, with the log's lock free:
  1. `_position` is the number of the change that is read next. Changes in front of it have become events.
- 2. `_links` has the nodes whose tokens were reported and not removed since; `_counts` says of a block how many of these
-    have it, since two nodes may begin with the same tokens.
+ 2. `_links` has the nodes with tokens that were reported and not removed since; `_counts` says of a block how many of
+    these have it, since two nodes may begin with the same tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from numbers import Real
 from operator import index
 from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
@@ -26,28 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, BudgetError, LayoutError
-from .chain import Blocks, Link
-from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
+from .chain import Link
+from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored
 from .naming import Name, told_names
 
 POLL = 0.005
 """Seconds between two looks at the ring while a reader waits."""
-
-
 Kind = Literal["stored", "removed", "cleared"]
 
 
 class Change(NamedTuple):
-    """What has changed of the tokens that can be found.
+    """What has changed of the tokens that can be found: tokens are there from now on, or are gone, or all are.
 
-    Attributes:
-        kind: whether tokens can be found from now on, or are gone; or all are.
-        node: a number for these tokens behind their parent's; it may stand for others once they are gone.
-        parent: the number of the tokens before them, where they do not begin a sequence.
-        names: salt, adapter and tenant, where tokens are stored.
-        start: the position of the first token.
-        ids: the token ids.
-        priority: how long they are kept, 0 to 100.
+    `node` is a number for these tokens behind those of `parent`; it may stand for others once they are gone. `names`
+    are salt, adapter and tenant, `start` is the position of the first token.
     """
 
     kind: Kind
@@ -99,11 +92,14 @@ class EventLog:
             raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
         if self.max_events < 1:
             raise BudgetError(f"max_events={max_events}: a log has to hold something")
-        self._closed = self._is_of_cache = False
+        self.closed = self._is_of_cache = False
+        """Whether nothing more will come than what is there."""
         self._reset()
         _logs.add(self)
 
     def _reset(self) -> None:
+        """Empties the log. A forked child does, since the events are its parent's, and a thread that it does not have
+        may hold the lock."""
         self._lock = threading.RLock()  # a signal handler may read in the middle of a read
         self._source: Source | None = None
         self._ready: list[Event] = []
@@ -123,33 +119,20 @@ class EventLog:
         with self._lock:
             return self._dropped + (max(self._source.first - self._position, 0) if self._source else 0)
 
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more will come than what is there."""
-        return self._closed
-
     def close(self) -> None:
         """Ends the log: waiting consumers return. What is left can be drained."""
-        self._closed = True
+        self.closed = True
 
     # ------------------------------------------------------------------ the cache
 
     def check_new(self) -> None:
-        """Checks that it can be a new cache's.
-
-        Raises:
-            ArgumentError: it was closed, or is another cache's.
-        """
-        if self._closed or self._is_of_cache:
-            state = "was closed" if self._closed else "is another cache's"
+        """Raises `ArgumentError` where the log was closed, or is another cache's."""
+        if self.closed or self._is_of_cache:
+            state = "was closed" if self.closed else "is another cache's"
             raise ArgumentError(f"got an event_log that {state}; each cache needs one of its own")
 
     def follow(self, source: Source, device_blocks: int) -> None:
-        """Begins to read the changes of a new cache, which has room for so many blocks.
-
-        Raises:
-            ArgumentError: the log was closed, or is another cache's.
-        """
+        """Begins to read the changes of a new cache, which has room for so many blocks. Raises as `check_new` does."""
         self.check_new()
         with self._lock:
             self._is_of_cache, self._source = True, source
@@ -181,7 +164,7 @@ class EventLog:
             raise BudgetError(f"got most={most}; ask for one event or more, or for all by None")
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            closed = self._closed
+            closed = self.closed
             events = self._take(most)
             left = POLL if end is None else end - time.monotonic()
             if events or closed or left <= 0:
@@ -192,7 +175,7 @@ class EventLog:
         """Events as they come, until the log is closed. Where the loop over them ends early, the others stay in the
         log."""
         while True:
-            closed = self._closed
+            closed = self.closed
             while events := self._take(1):
                 yield events[0]
             if closed:
@@ -202,7 +185,7 @@ class EventLog:
     def _take(self, most: int | None) -> list[Event]:
         """Takes up to so many events that are there."""
         with self._lock:
-            rounds, closed = self.max_events + 1, self._closed  # not as long as changes go on to come
+            rounds, closed = self.max_events + 1, self.closed  # not as long as changes go on to come
             while rounds and (most is None or len(self._ready) < most) and self._read():
                 rounds -= 1
             if closed and rounds and not self._is_over and (most is None or len(self._ready) < most):
@@ -236,16 +219,18 @@ class EventLog:
             self._forget()
             events.append(Cleared(now))
         elif change.kind == "removed":
-            if hashes := self._removed(change):
-                if isinstance(last, Removed):
-                    events.pop()
-                    hashes = last.hashes + hashes
+            hashes = self._removed(change)
+            if hashes and isinstance(last, Removed):
+                events[-1] = replace(last, hashes=last.hashes + hashes)
+            elif hashes:
                 events.append(Removed(now, hashes))
         elif blocks := self._stored(change):
-            if isinstance(last, Stored) and last.priority == change.priority and is_next(last.blocks, blocks):
-                events.pop()
-                blocks = joined(last.blocks, blocks)
-            events.append(Stored(now, blocks, change.priority))
+            if isinstance(last, Stored) and (last.priority, last.blocks.hashes[-1]) == (change.priority, blocks.parent):
+                ids = np.concatenate([last.blocks.ids, blocks.ids])
+                joined = replace(last.blocks, hashes=last.blocks.hashes + blocks.hashes, ids=ids)
+                events[-1] = replace(last, blocks=joined)
+            else:
+                events.append(Stored(now, blocks, change.priority))
 
     def _stored(self, change: Change) -> Blocks | None:
         """The blocks that can be found with some tokens, and could not before."""
@@ -274,18 +259,6 @@ class EventLog:
         return tuple(gone)
 
 
-def is_next(blocks: Blocks, more: Blocks) -> bool:
-    """Whether blocks come right behind others."""
-    return more.parent == blocks.hashes[-1]
-
-
-def joined(blocks: Blocks, more: Blocks) -> Blocks:
-    """Blocks and those behind them."""
-    ids = np.concatenate([blocks.ids, more.ids])
-    names = blocks.salt, blocks.adapter, blocks.tenant
-    return Blocks(blocks.hashes + more.hashes, blocks.parent, ids, blocks.start, blocks.size, *names)
-
-
 def _whole(name: str, value: object) -> int:
     """A whole number. Raises `ArgumentError` where it is none."""
     if not isinstance(value, SupportsIndex):
@@ -302,11 +275,9 @@ def check_ids(ids: NDArray[Any]) -> None:
 _logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    """Empties the logs of a forked child: a lock may be held by a thread that it does not have, and the events are the
-    parent's to tell."""
+def _reset_all() -> None:
     for log in _logs:
         log._reset()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_all)

@@ -16,17 +16,16 @@ from ..errors import ArgumentError
 
 Name = str | bytes | int | None
 """A salt, an adapter or a tenant."""
+Names = tuple[str | None, str | int | None, str | int | None]
+"""Salt, adapter and tenant as routers are told of them."""
 
 MAX_BITS = 128
 
 
 def name_of(kind: str, value: object) -> Name:
-    """Returns a salt, an adapter or a tenant as a plain value. Values of different types are never equal: Python's
+    """Returns a salt, an adapter or a tenant, named by `kind` in errors, as a plain value: text, bytes, a whole number
+    (also of a subclass, such as an enumeration), or None. Values of different types are never equal: Python's
     `1 == True == 1.0` would let sequences share what is to be kept apart.
-
-    Args:
-        kind: what it is, for the message.
-        value: text, bytes, a whole number, a value of a subclass of these, such as an enumeration's; or None.
 
     Raises:
         ArgumentError: it is something else, `bool` included; text that UTF-8 cannot encode; or a number of more than
@@ -56,7 +55,7 @@ def name_of(kind: str, value: object) -> Name:
     return index(value)
 
 
-def told_names(salt: object, adapter: object, tenant: object) -> tuple[str | None, str | int | None, str | int | None]:
+def told_names(salt: object, adapter: object, tenant: object) -> Names:
     """Returns salt, adapter and tenant as plain values that routers can be told of.
 
     Raises:
@@ -81,13 +80,8 @@ def told_names(salt: object, adapter: object, tenant: object) -> tuple[str | Non
 def salt_of(salt: str | None, tenant: str | int | None = None) -> str | None:
     """Returns the salt that vLLM's and TensorRT-LLM's formats carry, which have no field for tenants.
 
-    Args:
-        salt: of the sequence.
-        tenant: the sequence's tenant; None: it has none.
-
-    Returns:
-        With a tenant JSON, `["tenant", "salt"]` or `["tenant", null]`. Without one the salt itself; if that begins with
-        `[`, as such JSON does, `[null, "salt"]`. So what is different stays different.
+    With a tenant it is JSON, `["tenant", "salt"]` or `["tenant", null]`. Without one it is the salt itself; if that
+    begins with `[`, as such JSON does, `[null, "salt"]`. So different names stay different.
 
     Raises:
         ArgumentError: routers cannot be told of such a salt or tenant.
@@ -100,9 +94,9 @@ def salt_of(salt: str | None, tenant: str | int | None = None) -> str | None:
 
 def root_digest(salt: str | None, adapter: str | int | None, tenant: str | int | None, block_size: int) -> bytes:
     """Returns the digest that comes before the first block of sequences with these names."""
-    return hashlib.sha256(b"vmmkv" + b"".join(map(_field, (salt, adapter, tenant, block_size)))).digest()
-
-
-def _field(value: str | int | None) -> bytes:
-    kind, data = ("n", b"") if value is None else ("s" if isinstance(value, str) else "i", str(value).encode())
-    return f"{kind}{len(data)}:".encode() + data
+    found = hashlib.sha256(b"vmmkv")
+    for value in (salt, adapter, tenant, block_size):
+        kind, data = "n" if value is None else "s" if isinstance(value, str) else "i", str(value).encode()
+        data = b"" if value is None else data
+        found.update(f"{kind}{len(data)}:".encode() + data)
+    return found.digest()

@@ -1,11 +1,11 @@
 """Sends events by ZeroMQ as vLLM's `ZmqEventPublisher` does, so that routers subscribe to either.
 
-A live message is three frames: topic, sequence number (8 bytes, big-endian), batch. Who has missed some sends the first
-number that it wants, as 8 bytes behind an empty frame, to the replay endpoint. It is sent what is kept from there on,
-an empty frame before each message, and at last a message without topic and batch, whose number is all ones. Up to vLLM
-0.23 replayed messages had no frame for the topic.
+A live message is three frames: topic, sequence number (8 bytes, big-endian), batch. A client that has missed some sends
+the first number that it wants, as 8 bytes behind an empty frame, to the replay endpoint. The publisher sends the
+messages that are kept from there on, an empty frame before each, and at last a message without topic and batch, with a
+number of all ones. Up to vLLM 0.23 replayed messages had no frame for the topic.
 
-What is kept is bounded in bytes, whatever clients ask for and however slowly they read:
+Memory is bounded, independent of the clients' requests and of their speed:
  1. A message has at most `MESSAGE_BYTES`, or one event.
  2. Messages that are kept for replays have at most `max_replay_bytes` in all.
  3. A client is sent a message of a replay only when it has read all but the last two. What is queued so for all
@@ -46,14 +46,8 @@ END = b"\xff" * 8
 
 @dataclass(slots=True)
 class Replay:
-    """What a client has asked for.
-
-    Attributes:
-        number: the next message that it gets.
-        stop: the number behind the last one.
-        queued: bytes of the last two messages, which may still be queued.
-        last: bytes of the last message.
-    """
+    """A client's request: the next message that it gets, the number behind the last one, and bytes of the last two
+    messages, which may still be queued, and of the last one."""
 
     number: int = 0
     stop: int = 0
@@ -90,7 +84,7 @@ class EventPublisher:
         """Opens the endpoints and starts.
 
         Args:
-            log: whose only consumer this is.
+            log: the log; it has no other consumer.
             endpoint: where to publish: `tcp://`, with the port `*` for one that is free, or `ipc://`. Each rank needs
                 one of its own. Events hold the token ids of prompts and answers, unencrypted, for all who can connect:
                 `tcp://*:5557`, all interfaces, only where the network is trusted.
@@ -100,7 +94,7 @@ class EventPublisher:
             max_replay: how many messages are kept for them.
             max_replay_bytes: how many bytes these have at most, and those that wait for clients that do not read.
             max_waiting: how many messages may wait for a slow subscriber; it misses what is more.
-            data_parallel_rank: whose events they are, among several ranks.
+            data_parallel_rank: the rank of the cache, among several.
             arrays: whether to write events and replays as vLLM did up to 0.23.
 
         Raises:
@@ -226,11 +220,12 @@ class EventPublisher:
             while not self._is_over.is_set():
                 number = max(replay.number, self._oldest)
                 if number >= replay.stop:
-                    self._reply(socket, client, b"", END, b"", flags)
+                    socket.send_multipart(self._message(client, b"", END, b""), flags)
                     break
                 batch = self._sent.get(number)  # None: it went meanwhile
                 if batch is not None:
-                    self._reply(socket, client, self._topic, number.to_bytes(8, "big"), batch, flags)
+                    message = self._message(client, self._topic, number.to_bytes(8, "big"), batch)
+                    socket.send_multipart(message, flags)
                     replay.queued, replay.last, flags = replay.last + len(batch), len(batch), zmq.Flag(0)
                 replay.number = number + 1
         except zmq.Again:
@@ -240,8 +235,5 @@ class EventPublisher:
                 raise
         del self._replays[client]
 
-    def _reply(
-        self, socket: zmq.Socket[bytes], client: bytes, topic: bytes, number: bytes, batch: bytes, flags: zmq.Flag
-    ) -> None:
-        head = (client, b"") if self._arrays else (client, b"", topic)
-        socket.send_multipart((*head, number, batch), flags)
+    def _message(self, client: bytes, topic: bytes, number: bytes, batch: bytes) -> list[bytes]:
+        return [client, b"", *([] if self._arrays else [topic]), number, batch]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .chain import Blocks
 from .kinds import Cleared, Created, Dropped, Event, Removed, Stored
 from .naming import salt_of
 
@@ -27,7 +26,7 @@ class Encoder:
 
         Args:
             window_size: how many tokens attention looks back: `max_seq_len` without a window.
-            attention_dp_rank: whose events they are, where attention runs in several ranks; None: it runs in one.
+            attention_dp_rank: the rank of the cache, where attention runs in several; None: it runs in one.
         """
         self._common: dict[str, Any] = {"window_size": window_size, "hash_algo": HASH_ALGORITHM}
         if attention_dp_rank is not None:
@@ -66,11 +65,10 @@ class Encoder:
 
 def _stored(event: Stored) -> dict[str, Any]:
     blocks = event.blocks
-    salt = salt_of(blocks.salt, blocks.tenant)
-    stored = {
-        "type": "stored",
-        "parent_hash": blocks.parent,
-        "blocks": [
+    salt, listed = salt_of(blocks.salt, blocks.tenant), []
+    for block_hash, ids in zip(blocks.hashes, blocks.ids.reshape(-1, blocks.size).tolist()):
+        tokens = [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
+        listed.append(
             {
                 "type": "stored_block",
                 "block_hash": block_hash,
@@ -80,13 +78,7 @@ def _stored(event: Stored) -> dict[str, Any]:
                 "mm_keys": [],
                 "cache_salt": salt,
             }
-            for block_hash, tokens in zip(blocks.hashes, _tokens(blocks))
-        ],
-    }
+        )
+    stored = {"type": "stored", "parent_hash": blocks.parent, "blocks": listed}
     # TensorRT-LLM itself does not say it; Dynamo reads it from here.
     return stored if blocks.adapter is None else stored | {"lora_name": str(blocks.adapter)}
-
-
-def _tokens(blocks: Blocks) -> Iterator[list[dict[str, Any]]]:
-    for ids in blocks.ids.reshape(-1, blocks.size).tolist():
-        yield [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
-from .chain import Blocks
 from .kinds import Event, Removed, Stored
 from .naming import salt_of
 
 MEDIUM = "GPU"
 """Where blocks are: they are read there, whether or not they wait on the host until then."""
-
-Fields = dict[str, Any]
+OPTIONAL = "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"
+"""Fields that a map leaves out if they are None."""
 
 
 def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, arrays: bool = False) -> bytes | None:
@@ -29,49 +28,39 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
 
     Args:
         events: in order; the batch has the time of the last one.
-        data_parallel_rank: whose events they are, among several ranks; None: there is only one.
+        data_parallel_rank: the rank of the cache, among several; None: there is only one.
         arrays: whether to write events as vLLM did up to 0.23.
 
     Returns:
         The bytes, or None without events.
     """
-    told = [_as_array(*each) if arrays else _as_map(*each) for each in map(_told, events)]
+    told: list[Any] = [_told(event) for event in events]
+    if arrays:
+        told = [[*each.values()] for each in told]
+    else:
+        told = [{key: each[key] for key in each if key not in OPTIONAL or each[key] is not None} for each in told]
     return msgspec.msgpack.encode([events[-1].time, told, data_parallel_rank]) if told else None
 
 
-def _told(event: Event) -> tuple[str, Fields, Fields]:
-    """Name, fields, and optional fields of vLLM's event."""
-    if isinstance(event, Stored):
-        return _stored(event.blocks)
+def _told(event: Event) -> dict[str, Any]:
+    """The name and all fields of vLLM's event, in the order of an array."""
     if isinstance(event, Removed):
-        return "BlockRemoved", {"block_hashes": event.hashes, "medium": MEDIUM}, {"group_idx": None}
-    return "AllBlocksCleared", {}, {}
-
-
-def _stored(blocks: Blocks) -> tuple[str, Fields, Fields]:
-    numbered = isinstance(blocks.adapter, int)
-    fields = {
+        return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": MEDIUM, "group_idx": None}
+    if not isinstance(event, Stored):
+        return {"type": "AllBlocksCleared"}
+    blocks, adapter = event.blocks, event.blocks.adapter
+    salt = salt_of(blocks.salt, blocks.tenant) if blocks.start == 0 else None
+    return {
+        "type": "BlockStored",
         "block_hashes": blocks.hashes,
         "parent_block_hash": blocks.parent,
         "token_ids": blocks.ids.tolist(),
         "block_size": blocks.size,
-        "lora_id": blocks.adapter if numbered else None,
+        "lora_id": adapter if isinstance(adapter, int) else None,
         "medium": MEDIUM,
-        "lora_name": str(blocks.adapter) if numbered else blocks.adapter,  # all that routers tell adapters by
-    }
-    salt = salt_of(blocks.salt, blocks.tenant) if blocks.start == 0 else None
-    optional = {
-        "extra_keys": [[salt], *[None] * (len(blocks.hashes) - 1)] if salt is not None else None,
+        "lora_name": None if adapter is None else str(adapter),  # all that routers tell adapters by
+        "extra_keys": None if salt is None else [[salt], *[None] * (len(blocks.hashes) - 1)],
         "group_idx": None,
         "kv_cache_spec_kind": None,
         "kv_cache_spec_sliding_window": None,
     }
-    return "BlockStored", fields, optional
-
-
-def _as_map(name: str, fields: Fields, optional: Fields) -> Fields:
-    return {"type": name} | fields | {key: value for key, value in optional.items() if value is not None}
-
-
-def _as_array(name: str, fields: Fields, optional: Fields) -> list[Any]:
-    return [name, *fields.values(), *optional.values()]

@@ -13,14 +13,14 @@ ENTRIES = [
     evicting.pin,
     evicting.clear,
     hosted.look_up_host,
-    hosted.settle,
+    hosted.settle_copy,
     hosted.settle_moved,
     holders.adopted,
     holders.inherit,
     holders.known_ids,
     telling.drain,
 ]
-MODULES = "tables order nodes holders telling finding committing hosted evicting entries"
+MODULES = "tables containers order nodes holders telling finding committing hosted evicting entries"
 SOURCES = [
     *CORE,
     *[f"prefix/{name}.py" for name in MODULES.split()],

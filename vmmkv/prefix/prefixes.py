@@ -7,7 +7,9 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import count
+from os import urandom
 from sys import is_finalizing
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -23,25 +25,23 @@ from ..core.tables import BROKEN, NOTE, ROW_MASK
 from ..errors import (
     ArgumentError,
     BusyError,
-    DtypeError,
     OutOfPagesError,
     OutOfRowsError,
-    ShapeError,
     UnsupportedError,
     VmmkvError,
 )
 from ..events.naming import Name, name_of
 from ..tier.host_tier import HostTier
 from . import entries
-from .names import tenant_key
 from .offload import Offload
 from .retention import Retention, words_of
 from .ring import Ring
 from .tables import (
     ADOPT,
     CHUNK,
-    EVENT,
+    EVENT_WORDS,
     FOUND,
+    HEAP,
     HOLDER,
     NO_FRONT,
     NODE,
@@ -49,6 +49,7 @@ from .tables import (
     NOTHING,
     OTHER_IDS,
     PART,
+    SHAPE,
     TOO_FEW,
     TREE,
 )
@@ -56,12 +57,17 @@ from .tables import (
 Ints = npt.NDArray[np.int64]
 
 WORDS = len(FOUND.names or ())
-ACTION, TOKENS, ROW_AT, LAST = range(4)
+ACTION, TOKENS, ROW_AT, LAST = range(WORDS)
 """Places in a `FOUND`."""
+REFUSALS: dict[int, tuple[type[Exception], str]] = {
+    TOO_FEW: (ArgumentError, "{} tokens; the sequence has fewer. Compute them first"),
+    NO_FRONT: (UnsupportedError, "tokens of a sequence that has released its front"),
+    OTHER_IDS: (ValueError, "other token ids than were committed for the sequence; truncate it first"),
+}
 NODES = 4
 """Nodes for each page that the pool may have, and for each row."""
-WIDTHS = np.dtype(np.int64), np.dtype(np.int32)
-"""Arrays of ids that are read as they are."""
+LONG = np.dtype(np.int64)
+_salt = urandom(16)
 
 
 class Key(NamedTuple):
@@ -127,7 +133,7 @@ class Prefixes:
         """Starts a sequence with the cached tokens of a prompt. The last token of a prompt is never cached.
 
         Args:
-            ids: token ids, `[tokens]`: an array of int64 or int32, or a list.
+            ids: token ids, `[tokens]`, of int64.
             key: see `key`.
             whole: whether the sequence has room for all tokens of the prompt, or begins with the cached ones.
             expected: how many tokens it will have.
@@ -136,54 +142,57 @@ class Prefixes:
             The sequence, and how many of its first tokens hold K and V.
 
         Raises:
-            ArgumentError, ShapeError, DtypeError: the ids are no token ids.
             OutOfPagesError, OutOfRowsError, SequenceTooLongError, DriverError, StreamCaptureError: nothing has changed.
         """
-        place, count, wide, _kept = ids_of(ids)
-        length = check_tokens(count, self.cache.max_seq_len) if whole else 0
-        expected = max(check_tokens(expected, self.cache.max_seq_len), min(count, self.cache.max_seq_len))
+        ids, most = np.ascontiguousarray(ids, np.int64), self.cache.max_seq_len
+        length = check_tokens(len(ids), most) if whole else 0
+        expected = max(check_tokens(expected, most), min(len(ids), most))
         found = array("q", bytes(8 * WORDS))
-        words, out = (key.number, place, max(count - 1, 0), wide), found.buffer_info()[0]
+        words, out = (key.number, at(ids), max(len(ids) - 1, 0)), found.buffer_info()[0]
         action = entries.look_up(self.address, *words, out)
         sequence, cached = None, 0
-        if action == ADOPT:
-            sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], expected)
+        try:
+            if action == ADOPT:
+                sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], expected)
             if sequence is not None:
                 cached = found[TOKENS]
                 entries.adopted(self.address, sequence.ticket, found[LAST], cached)
-                self._extend(sequence, length - cached)
-        if sequence is None and action != NOTHING:
-            sequence, cached = self._share(key, words, length, expected, found)
-        if sequence is None:
-            sequence = self.cache.start(length, expected=expected, key=key.tenant)
-        if self.offload:
-            cached = self._load(sequence, words, cached)
+                if length > cached:
+                    sequence.extend(length - cached)
+            elif action != NOTHING:
+                sequence = self._share(key, words, length, expected, found)
+                cached = found[TOKENS]
+            else:
+                sequence = self.cache.start(length, expected=expected, key=key.tenant)
+            if self.offload:
+                cached = self.offload.load(sequence, words, cached)
+        except BaseException:
+            if sequence is not None:
+                self._end(sequence)
+            raise
         row = sequence.ticket & ROW_MASK
         self.tickets[row], self.keys[row] = sequence.ticket, key.number
         return sequence, cached
 
     def _share(
-        self, key: Key, words: tuple[int, ...], length: int, expected: int, found: array[int]
-    ) -> tuple[Sequence, int]:
+        self, key: Key, words: tuple[int, int, int], length: int, expected: int, found: array[int], over: int = 1
+    ) -> Sequence:
         """Starts a sequence on shared frames, and on a copy of the tokens behind these. If there are too few pages for
         copies, it begins with fewer tokens."""
-        pool, out = self.pool, found.buffer_info()[0]
-        for over in (1, 0):
-            sequence = self._start_beside(found[ROW_AT], key)
-            ask, arguments = Ask(), (self.address, sequence.ticket, *words, length, expected, over, out)
-            try:
-                code = pool.change(ask, entries.plan_hit, *arguments)
-                if code < 0:
-                    raise self.cache.error(code, ask)
-                if length > sequence.length:
-                    sequence.extend(length - sequence.length)
-            except BaseException as error:
-                self._end(sequence)
-                if over and isinstance(error, OutOfPagesError):
-                    continue
-                raise
-            break
-        return sequence, found[TOKENS]
+        sequence, ask = self._start_beside(found[ROW_AT], key), Ask()
+        arguments = self.address, sequence.ticket, *words, length, expected, over, found.buffer_info()[0]
+        try:
+            code = self.pool.change(ask, entries.plan_hit, *arguments)
+            if code < 0:
+                raise self.cache.error(code, ask)
+            if length > sequence.length:
+                sequence.extend(length - sequence.length)
+            return sequence
+        except BaseException as error:
+            self._end(sequence)
+            if over and isinstance(error, OutOfPagesError):
+                return self._share(key, words, length, expected, found, 0)
+            raise
 
     def _start_beside(self, row: int, key: Key) -> Sequence:
         """Starts a sequence on another row than a parked one; on that one if all others belong to live sequences."""
@@ -194,33 +203,10 @@ class Prefixes:
                 raise
             return self.cache.start(key=key.tenant)
 
-    def _extend(self, sequence: Sequence, tokens: int) -> None:
-        """Makes room for more tokens, or ends the sequence."""
-        try:
-            if tokens > 0:
-                sequence.extend(tokens)
-        except BaseException:
-            self._end(sequence)
-            raise
-
-    def _load(self, sequence: Sequence, words: tuple[int, ...], cached: int) -> int:
-        """Copies tokens from the host, or ends the sequence. Returns how many hold K and V then."""
-        try:
-            return self.offload.load(sequence, words, cached) if self.offload else cached
-        except BaseException:
-            self._end(sequence)
-            raise
-
     def _end(self, sequence: Sequence) -> None:
         """Ends a sequence, at the latest when it is collected."""
         with suppress(VmmkvError):
             self.cache.free((sequence,))
-
-    def fork(self, sequence: Sequence) -> Sequence:
-        """Starts a sequence with the same tokens, of which the same are known."""
-        fork = sequence.fork()
-        self.inherit(fork, sequence)
-        return fork
 
     def inherit(self, fork: Sequence, sequence: Sequence) -> None:
         """Makes known of a fork what is known of its parent."""
@@ -241,7 +227,7 @@ class Prefixes:
         tree is full.
 
         Args:
-            sequence: a live sequence that `start` or `fork` has returned.
+            sequence: a live sequence that `start` has returned, or a fork that `inherit` knows.
             ids: ids of all its tokens from the first one on.
             retention: how long tokens are kept.
 
@@ -251,17 +237,19 @@ class Prefixes:
             UnsupportedError: it has released its front.
             UseAfterFreeError, RetentionError, StreamCaptureError, DriverError: nothing has changed.
         """
-        place, count, wide, _kept = ids_of(ids)
-        ticket, ask = sequence.ticket, Ask()
+        ids, ticket, ask = np.ascontiguousarray(ids, np.int64), sequence.ticket, Ask()
         row = sequence.record_index()
         if sequence.cache.address != self.cache.address or not self.is_own(sequence):
             raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")
         ranges = words_of(retention, self.clock()) if retention else None
-        words = (place, count, wide, ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0)
+        words = at(ids), len(ids), ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0
         while (code := entries.commit(self.address, ticket, self.keys[row], *words, ask.address)) == BROKEN:
             self.cache.repair(ticket)
+        if code in REFUSALS:
+            kind, message = REFUSALS[code]
+            raise kind(f"asked to commit {message.format(len(ids))}")
         if code < 0:
-            raise self._error(code, count, ask)
+            raise self.cache.error(code, ask)
         return code
 
     def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
@@ -284,26 +272,10 @@ class Prefixes:
         return self.tickets[sequence.ticket & ROW_MASK] == sequence.ticket
 
     def shared_pages(self, ids: Any, key: Key = NO_NAMES) -> int:
-        """The pages that a sequence of these ids would share with live ones if it began now.
-
-        Raises:
-            ArgumentError, ShapeError, DtypeError: the ids are no token ids.
-        """
-        place, tokens, wide, _kept = ids_of(ids)
-        found = array("q", bytes(8 * WORDS))
-        words = key.number, place, max(tokens - 1, 0), wide
-        pages: int = entries.shared_pages(self.address, *words, found.buffer_info()[0])
-        return pages
-
-    def _error(self, code: int, count: int, ask: Ask) -> Exception:
-        """The exception for a refusal of a commit."""
-        if code == TOO_FEW:
-            return ArgumentError(f"asked to commit {count} tokens; the sequence has fewer. Compute them first")
-        if code == NO_FRONT:
-            return UnsupportedError("asked to commit tokens of a sequence that has released its front")
-        if code == OTHER_IDS:
-            return ValueError("asked to commit other token ids than were committed for the sequence; truncate it first")
-        return self.cache.error(code, ask)
+        """The pages that a sequence of these ids would share with live ones if it began now."""
+        ids, found = np.ascontiguousarray(ids, np.int64), array("q", bytes(8 * WORDS))
+        words = key.number, at(ids), max(len(ids) - 1, 0), found.buffer_info()[0]
+        return int(entries.shared_pages(self.address, *words))
 
     # ------------------------------------------------------------------ memory
 
@@ -344,58 +316,49 @@ class Prefixes:
             self.close()
 
 
-def new_tree(cache: Cache, events: int, host_pages: int) -> Any:
-    """The state of an empty tree."""
-    size, records = cache.pool.driver.page_size, [int(each) for each in cache.ranges["record"]]
-    widest = min(-(-size // each) for each in records)
-    grain, step = min(widest, CHUNK), CHUNK if widest > CHUNK else 0
-    parts, width, words = zeros(len(records), PART), 0, 0
-    for part, each in zip(parts, cache.ranges):
-        pages, row_pages = (1 if each["record"] <= size else each["record"] // size + 2), int(each["row_pages"])
-        part["record"], part["single"], part["large"] = each["record"], width, width + pages
-        part["pages_at"], part["groups_at"] = (at(zeros(row_pages + 2, np.dtype(np.int64))) for _ in range(2))
-        width, words = width + pages + pages // LARGE + 1, words + row_pages + 2
-    nodes = NODES * ((cache.pool.most + host_pages) * (widest // CHUNK + 1) + cache.max_sequences) + 64
-    buckets = 1 << (nodes // NODES).bit_length()
-    kinds, path = array("q", sorted({*records})), cache.max_seq_len + 4
-    kept = zeros(len(kinds), np.dtype(np.int64))
-    kept[:] = kinds
-    ring, ids = zeros(events, EVENT), zeros(events * grain, np.dtype(np.int64))
-    tables = {"nodes_at": NODE, "holders_at": HOLDER, "notes_at": NOTE}
-    counts = {"nodes_at": nodes, "holders_at": cache.max_sequences, "notes_at": NOTES}
-    longs = {
-        "ids_at": nodes * grain, "slots_at": nodes * width, "marks_at": nodes * width, "buckets_at": buckets,
-        "order_at": nodes, "timers_at": nodes, "path_at": path, "list_at": words,
-    }  # fmt: skip
-    places = {name: at(zeros(counts[name], dtype)) for name, dtype in tables.items()}
-    places |= {name: at(zeros(count, np.dtype(np.int64))) for name, count in longs.items()}
-    return record(
-        TREE, cache=cache.address, page_size=size, large=LARGE, ranges=len(records), parts_at=at(parts),
-        kinds=len(kept), kinds_at=at(kept), step=step, grain=grain, width=width, nodes=nodes, fresh=1,
-        mask=buckets - 1, num_rows=cache.max_sequences, path=path, events_at=at(ring), event_ids_at=at(ids),
-        num_events=events, **places,
-    )  # fmt: skip
-
-
-def ids_of(ids: Any) -> tuple[int, int, int, object]:
-    """Token ids for compiled code: an address, their number, whether they have 64 bits, and what keeps the memory.
+def tenant_key(tenant: Name) -> int:
+    """The key of a tenant's pages: 0 for None, else 61 bits of a digest that differs from process to process.
 
     Raises:
-        ArgumentError, ShapeError, DtypeError: they are no token ids.
+        ArgumentError: it is neither text, bytes, a whole number, nor None.
     """
-    if isinstance(ids, np.ndarray):
-        if ids.ndim != 1:
-            raise ShapeError(f"got token ids of shape {ids.shape}; give ids of one sequence, [tokens]")
-        if ids.dtype not in WIDTHS or not ids.flags.c_contiguous:
-            if ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64):
-                raise DtypeError(f"got token ids of {ids.dtype}; they are integers that int64 holds")
-            ids = np.ascontiguousarray(ids, np.int64)
-        return ids.__array_interface__["data"][0], len(ids), int(ids.itemsize == 8), ids
-    if not isinstance(ids, array):
-        try:
-            ids = array("q", ids)
-        except (TypeError, OverflowError) as error:
-            raise ArgumentError(f"got token ids that are no whole numbers of 64 bits: {error}") from None
-    if ids.typecode not in "lqi":
-        raise DtypeError(f"got token ids as an array of {ids.typecode!r}; they are of 32 or 64 bits, with a sign")
-    return ids.buffer_info()[0], len(ids), int(ids.itemsize == 8), ids
+    name = name_of("tenant", tenant)
+    if name is None:
+        return 0
+    kind, content = ("b", name) if isinstance(name, bytes) else (type(name).__name__, str(name).encode())
+    return 1 + (int.from_bytes(blake2b(kind.encode() + b":" + content, key=_salt, digest_size=8).digest()) >> 3)
+
+
+def new_tree(cache: Cache, events: int, host_pages: int) -> Any:
+    """The state of an empty tree."""
+    size, records = cache.pool.driver.page_size, cache.records
+    widest = min(-(-size // each) for each in records)
+    grain, step = min(widest, CHUNK), CHUNK if widest > CHUNK else 0
+    parts, shapes, words = zeros(len(records), PART), list[tuple[int, int, int]](), 0
+    for index, (part, row_pages) in enumerate(zip(parts, cache.ranges["row_pages"].tolist())):
+        pages = 1 if records[index] <= size else records[index] // size + 2
+        shapes += [(index, 1, page) for page in range(pages)]
+        shapes += [(index, LARGE, group) for group in range(pages // LARGE + 1)]
+        part["record"], words = records[index], words + row_pages + 2
+        part["pages_at"], part["groups_at"] = (at(zeros(row_pages + 2, LONG)) for _ in range(2))
+    nodes = NODES * ((cache.pool.most + host_pages) * (widest // CHUNK + 1) + cache.max_sequences) + 64
+    buckets, path, width = 1 << (nodes // NODES).bit_length(), cache.max_seq_len + 4, len(shapes)
+    kinds = zeros(width, SHAPE)
+    kinds[:] = shapes
+    event_words = EVENT_WORDS + grain
+    counts = {
+        "ids_at": nodes * grain, "slots_at": nodes * width, "marks_at": nodes * width, "buckets_at": buckets,
+        "path_at": path, "list_at": words, "events_at": events * event_words,
+    }  # fmt: skip
+    places = {name: at(zeros(count, LONG)) for name, count in counts.items()}
+    heaps = [
+        record(HEAP, room=nodes, **{name: at(zeros(nodes, LONG)) for name in ("items_at", "places_at", "keys_at")})
+        for _ in range(2)
+    ]
+    return record(
+        TREE, cache=cache.address, page_size=size, large=LARGE, ranges=len(records), parts_at=at(parts), step=step,
+        grain=grain, width=width, shapes_at=at(kinds), nodes=nodes, nodes_at=at(zeros(nodes, NODE)), fresh=1,
+        mask=buckets - 1, holders_at=at(zeros(cache.max_sequences, HOLDER)), num_rows=cache.max_sequences, path=path,
+        notes_at=at(zeros(NOTES, NOTE)), order=at(heaps[0]), timers=at(heaps[1]), event_words=event_words,
+        num_events=events, **places,
+    )  # fmt: skip

@@ -70,7 +70,7 @@ class RetentionConfig:
         check_priority(self.decode_priority, self.decode_seconds)
 
     def of_sequence(self, prompt: int) -> tuple[Retention, ...]:
-        """Ranges of a sequence whose first `prompt` tokens are its prompt."""
+        """Ranges of a sequence with a prompt of `prompt` tokens."""
         found = [
             Retention(each.start, prompt if each.end is None else min(each.end, prompt), each.priority, each.seconds)
             for each in self.ranges
@@ -82,12 +82,9 @@ class RetentionConfig:
 
 
 def check_priority(priority: int, seconds: float | None) -> None:
-    """Raises `RetentionError` for what is no priority, or no time."""
-    if (
-        isinstance(priority, bool)
-        or not isinstance(priority, SupportsIndex)
-        or not MIN_PRIORITY <= priority <= MAX_PRIORITY
-    ):
+    """Raises `RetentionError` for a priority or a time that there is not."""
+    is_number = isinstance(priority, SupportsIndex) and not isinstance(priority, bool)
+    if not is_number or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise RetentionError(f"asked for priority {priority!r}; it is a number from {MIN_PRIORITY} to {MAX_PRIORITY}")
     if seconds is not None and not seconds >= 0:
         raise RetentionError(f"asked for {seconds!r} seconds; it is a time of at least 0, or None for ever")
@@ -107,9 +104,8 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
 
 def words_of(ranges: Iterable[Retention], now: int) -> array[int]:
     """Ranges for compiled code: see `vmmkv.prefix.tables.RANGE_OF_TOKENS`. `now` is a time in nanoseconds."""
-    words = array("q")
+    words, most = array("q"), NO_END // NANOSECONDS
     for each in in_order(ranges):
-        most = NO_END // NANOSECONDS
         expires = 0 if each.seconds is None else max(now + int(min(each.seconds, most) * NANOSECONDS), 1)
         words.extend((each.start, NO_END if each.end is None else each.end, each.priority, expires))
     return words

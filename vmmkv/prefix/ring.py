@@ -10,7 +10,7 @@ from ..core.pool import at
 from ..events.log import Change, Kind
 from ..events.naming import Name
 from . import entries
-from .tables import CLEARED, EVENT, REMOVED, STORED
+from .tables import CLEARED, EVENT_WORDS, REMOVED, STORED
 
 DRAINED = 256
 """Events that are drained at a time."""
@@ -37,13 +37,13 @@ class Ring:
     def drain(self) -> tuple[int, list[Change]]:
         """Takes the oldest events. Returns the number of the first, and the events. One thread at a time may call
         this."""
-        out, ids = np.zeros(DRAINED, EVENT), np.zeros((DRAINED, int(self.state[0]["grain"])), np.int64)
-        count = entries.drain(at(self.state), at(out), at(ids), DRAINED)
-        first = int(self.state[0]["drained"]) - count if count else self.first
-        return first, [self._change(words, own) for words, own in zip(out[:count].tolist(), ids)]
+        out = np.zeros((DRAINED, int(self.state[0]["event_words"])), np.int64)
+        events = out[: entries.drain(at(self.state), at(out), DRAINED)]
+        return int(events[0, 0]) if len(events) else self.first, [self._change(each) for each in events]
 
-    def _change(self, words: tuple[int, ...], ids: np.ndarray[Any, np.dtype[np.int64]]) -> Change:
-        kind, node, parent, key, begin, end, priority = words
+    def _change(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> Change:
+        _, kind, node, parent, key, begin, end, priority = words[:EVENT_WORDS].tolist()
         if key not in self.names:
             self.names = {number: names for names, (number, _tenant) in self.keys.copy().items()}
-        return Change(KINDS[kind], node, parent, self.names[key], begin, ids[: end - begin].copy(), priority)
+        ids = words[EVENT_WORDS : EVENT_WORDS + end - begin].copy()
+        return Change(KINDS[kind], node, parent, self.names[key], begin, ids, priority)

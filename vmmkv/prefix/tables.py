@@ -3,11 +3,13 @@
     tree      geometry, counts, and addresses of all other tables
     nodes     ids of some tokens, links, what is held for them
     ids       token ids: `grain` words for each node
-    slots     what is held for each node, as numbers + 1: `width` words for each node
+    slots     frames held for each node, as numbers + 1: `width` words for each node
     marks     which slots the node's copy in host memory covers: as many words
+    shapes    for each of the `width` slots: its range, its pages, and its place among the node's slots of that size
     holders   for each row of the cache: the node at which the known tokens of its sequence end
-    parts     ranges: bytes of a token, places in a node's slots, and room to gather the slots of a path
-    events    a ring of what routers are told
+    parts     ranges: bytes of a token, and room to gather the slots of a path, by page and by group of pages
+    heaps     nodes in the order of eviction, and nodes with a priority that expires, in the order of time
+    events    a ring of events for routers, each followed by `grain` token ids
 
 A *boundary* is a number of tokens with which a page of a range becomes full; where pages have many tokens, also each
 multiple of `CHUNK`. A node lies between two boundaries, `base` and `limit`. So the slots of a node are those of the
@@ -26,7 +28,13 @@ Invariants between two calls:
     frame, and its last token lies on no page behind it.
 """
 
+from typing import Any
+
 import numpy as np
+
+from ..compiled import accessor
+from ..compiled.native import view
+from ..core.tables import CACHE, EXTENT, FRAME, LISTS, POOL, ROW
 
 
 def _record(names: str) -> np.dtype[np.void]:
@@ -34,32 +42,35 @@ def _record(names: str) -> np.dtype[np.void]:
 
 
 TREE = _record(
-    "cache page_size large ranges parts_at kinds kinds_at step grain width nodes nodes_at fresh free used ids_at "
-    "slots_at buckets_at mask holders_at num_rows clock now order order_at timers timers_at path path_at list_at "
-    "notes_at slots tick events_at event_ids_at num_events first_event next_event drained silent held pages marks_at "
-    "moved serial"
+    "cache page_size large ranges parts_at step grain width shapes_at nodes nodes_at fresh free used ids_at slots_at "
+    "marks_at buckets_at mask holders_at num_rows clock now order timers path path_at list_at notes_at slots tick "
+    "events_at event_words num_events first_event next_event held pages moved serial"
 )
-"""`step` is `CHUNK` where that is a boundary, else 0. `kinds` are the different sizes of a token in bytes. `slots` and
-`tick` are the fence of the work that wrote to held frames. `held` counts references to frames, and `pages` their pages.
-Events are numbered from 0 on: `first_event` is the oldest that is there, `drained` follows the last one that was taken.
-A `silent` tree writes none. `moved` counts the pages that an eviction has listed for the host, and `serial` nodes
-that were moved there."""
+"""`step` is `CHUNK` where that is a boundary, else 0. `slots` and `tick` are the fence of the work that wrote to held
+frames. `held` counts references to frames, and `pages` their pages. `order` and `timers` are addresses of heaps. Events
+are numbered from 0 on: `first_event` is the oldest that is there. `moved` counts the pages that an eviction has listed
+for the host, and `serial` the nodes that were moved there."""
 NODE = _record(
-    "parent first begin end base limit child next prev chain children rows live holder pins full known known_below "
-    "told priority used expires place timer host lead"
+    "next prev parent first begin end base limit child chain children rows live holder pins full known known_below "
+    "told priority used expires host lead"
 )
 """`first` is the first id; `chain` the next node with the same hash; `holder` a row + 1; `full` the number of slots in
-use; `place` and `timer` are places + 1 in the heaps. `host` is the handle of its copy in host memory, or a serial times
--1 while that is being made; `lead` says that the copy also has the pages in front, as far as a token needs them."""
-PART = _record("record single large pages_at groups_at covered low high")
-HOLDER = _record("owner node held parked next prev")
+use. `host` is the serial of the node's copy in host memory, times -1 while the copy is being made; `lead` says that the
+copy also has the pages in front, as far as a token needs them. A node's ids in `ids` are those from `base` on."""
+PART = _record("record pages_at groups_at covered low high")
+SHAPE = _record("part size offset")
+HOLDER = _record("next prev owner node held parked")
 """`held` is the number of tokens up to which the row's frames are held or known."""
-FOUND = _record("action tokens row last frames key")
+HEAP = _record("count room items_at places_at keys_at")
+FOUND = _record("action tokens row last")
 RANGE_OF_TOKENS = _record("start end priority expires")
-MOVED = _record("node serial part page frame offset priority gain")
-"""A page that goes to the host: the `offset`-th of a frame. `gain` says that the device gets it."""
-ON_HOST = _record("handle part page")
-EVENT = _record("kind node parent key begin end priority")
+MOVED = _record("node serial part page frame offset priority gain old")
+"""A page that goes to the host: the `offset`-th of a frame. `gain` says that the device gets the page, `old` is the
+serial of an earlier copy of the node, or 0."""
+ON_HOST = _record("serial part page")
+EVENT = _record("number kind node parent key begin end priority")
+NODE_BYTES, HOLDER_BYTES, EVENT_BYTES = NODE.itemsize, HOLDER.itemsize, EVENT.itemsize
+NODE_WORDS, EVENT_WORDS = NODE_BYTES // 8, EVENT_BYTES // 8
 
 CHUNK = 64
 """The most tokens of a node."""
@@ -73,3 +84,80 @@ OTHER_IDS, TOO_FEW, NO_FRONT = -102, -101, -100
 """Refusals of a commit: other ids were committed for the sequence; it has fewer tokens; it has released its front."""
 DEFAULT_PRIORITY = 35
 TOKEN_BITS = 32
+
+
+# ---------------------------------------------------------------------- tables by the address of a tree
+
+
+@accessor
+def tree_of(tree: int) -> Any:
+    """The record of a tree."""
+    return view(tree, 1, TREE)[0]
+
+
+@accessor
+def nodes_of(tree: int) -> Any:
+    """All nodes."""
+    return view(tree_of(tree).nodes_at, tree_of(tree).nodes, NODE)
+
+
+@accessor
+def ids_of(tree: int, node: int) -> Any:
+    """The token ids of a node, from its base on."""
+    return view(tree_of(tree).ids_at + 8 * node * tree_of(tree).grain, tree_of(tree).grain, np.int64)
+
+
+@accessor
+def slots_of(tree: int, node: int) -> Any:
+    """The slots of a node."""
+    return view(tree_of(tree).slots_at + 8 * node * tree_of(tree).width, tree_of(tree).width, np.int64)
+
+
+@accessor
+def marks_of(tree: int, node: int) -> Any:
+    """Which slots of a node are in host memory."""
+    return view(tree_of(tree).marks_at + 8 * node * tree_of(tree).width, tree_of(tree).width, np.int64)
+
+
+@accessor
+def shapes_of(tree: int) -> Any:
+    """What the slots of a node are for."""
+    return view(tree_of(tree).shapes_at, tree_of(tree).width, SHAPE)
+
+
+@accessor
+def parts_of(tree: int) -> Any:
+    """All ranges."""
+    return view(tree_of(tree).parts_at, tree_of(tree).ranges, PART)
+
+
+@accessor
+def holders_of(tree: int) -> Any:
+    """What is known of each row."""
+    return view(tree_of(tree).holders_at, tree_of(tree).num_rows, HOLDER)
+
+
+@accessor
+def cache_of(tree: int) -> Any:
+    """The core's record of the cache."""
+    return view(tree_of(tree).cache, 1, CACHE)[0]
+
+
+@accessor
+def row_at(tree: int, row: int) -> Any:
+    """The core's record of a row."""
+    return view(cache_of(tree).rows_at, cache_of(tree).num_rows + LISTS, ROW)[row]
+
+
+@accessor
+def extent_at(tree: int, row: int, part: int) -> Any:
+    """The core's bounds of a row in a range."""
+    c = cache_of(tree)
+    return view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+
+
+@accessor
+def frame_in(tree: int, slot: int) -> Any:
+    """The core's record of the frame in a slot."""
+    pool = view(cache_of(tree).pool, 1, POOL)[0]
+    return view(pool.frames_at, pool.capacity, FRAME)[slot - 1]

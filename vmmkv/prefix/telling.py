@@ -8,61 +8,40 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
-from .tables import CLEARED, EVENT, NODE, REMOVED, STORED, TREE
+from .tables import EVENT, EVENT_BYTES, REMOVED, STORED, nodes_of, parts_of, tree_of
 
 
 @inner
-def next_place(tree: int) -> int:
-    """The place of a new event in the ring. If that is full, the oldest event is lost."""
-    t = view(tree, 1, TREE)[0]
-    if t.next_event - t.first_event == t.num_events:
-        t.first_event += 1
-    t.next_event += 1
-    return int((t.next_event - 1) % t.num_events)
+def copy_words(target: int, source: int, count: int) -> None:
+    """Copies words from one address to another."""
+    there, here = view(target, count, np.int64), view(source, count, np.int64)
+    for index in range(count):
+        there[index] = here[index]
 
 
 @inner
 def emit(tree: int, kind: int, node: int, key: int) -> None:
-    """Writes an event of a node, if it ends at a boundary."""
-    t = view(tree, 1, TREE)[0]
-    nodes = view(t.nodes_at, t.nodes, NODE)
+    """Writes an event of a node, if the node ends at a boundary. If the ring is full, its oldest event is lost."""
+    t, nodes = tree_of(tree), nodes_of(tree)
     n = nodes[node]
-    if t.num_events == 0 or t.silent or n.end != n.limit:
+    if t.num_events == 0 or n.end != n.limit:
         return
-    place = next_place(tree)
-    event, ids = (
-        view(t.events_at, t.num_events, EVENT)[place],
-        view(t.event_ids_at + 8 * place * t.grain, t.grain, np.int64),
-    )
-    event.kind, event.node, event.begin, event.end, event.priority = kind, node, n.base, n.end, n.priority
-    own, each = view(t.ids_at + 8 * node * t.grain, t.grain, np.int64), node
-    for token in range(n.begin, n.end):
-        ids[token - n.base] = own[token - n.base]
-    while nodes[each].begin > n.base:  # nodes that end between boundaries
-        each = nodes[each].parent
-        above = view(t.ids_at + 8 * each * t.grain, t.grain, np.int64)
-        for token in range(nodes[each].begin, nodes[each].end):
-            ids[token - n.base] = above[token - n.base]
-    event.parent, event.key = nodes[each].parent, key
-
-
-@inner
-def emit_cleared(tree: int) -> None:
-    """Writes the event that all nodes are gone."""
-    t = view(tree, 1, TREE)[0]
-    if t.num_events:
-        event = view(t.events_at, t.num_events, EVENT)[next_place(tree)]
-        event.kind = CLEARED
-        event.node = event.parent = event.key = event.begin = event.end = event.priority = 0
+    t.first_event = max(t.first_event, t.next_event - t.num_events + 1)
+    place, above = t.events_at + 8 * (t.next_event % t.num_events) * t.event_words, n.parent
+    while nodes[above].end > n.base:  # nodes that end between boundaries
+        above = nodes[above].parent
+    event = view(place, 1, EVENT)[0]
+    event.number, event.kind, event.node, event.parent, event.key = t.next_event, kind, node, above, key
+    event.begin, event.end, event.priority = n.base, n.end, n.priority
+    copy_words(place + EVENT_BYTES, t.ids_at + 8 * node * t.grain, n.end - n.base)
+    t.next_event += 1
 
 
 @inner
 def is_clean(tree: int, node: int) -> int:
     """Whether no token of a node lies partly in a page behind it."""
-    t = view(tree, 1, TREE)[0]
-    kinds, end = view(t.kinds_at, t.kinds, np.int64), view(t.nodes_at, t.nodes, NODE)[node].end
-    for index in range(t.kinds):
-        if end * kinds[index] % t.page_size:
+    for part in range(tree_of(tree).ranges):
+        if nodes_of(tree)[node].end * parts_of(tree)[part].record % tree_of(tree).page_size:
             return 0
     return 1
 
@@ -70,8 +49,7 @@ def is_clean(tree: int, node: int) -> int:
 @inner
 def know(tree: int, node: int) -> None:
     """Notes that a node holds frames, or a node below it does."""
-    t = view(tree, 1, TREE)[0]
-    nodes = view(t.nodes_at, t.nodes, NODE)
+    nodes = nodes_of(tree)
     if nodes[node].known == 0:
         nodes[node].known = 1
         nodes[nodes[node].parent].known_below += 1
@@ -80,8 +58,7 @@ def know(tree: int, node: int) -> None:
 @inner
 def tell(tree: int, node: int, key: int) -> None:
     """Tells that the tokens of a known node are held, where that is so."""
-    t = view(tree, 1, TREE)[0]
-    n = view(t.nodes_at, t.nodes, NODE)[node]
+    n = nodes_of(tree)[node]
     if n.told == 0 and (n.known_below or is_clean(tree, node)):
         n.told = 1
         emit(tree, STORED, node, key)
@@ -90,8 +67,7 @@ def tell(tree: int, node: int, key: int) -> None:
 @inner
 def untell(tree: int, node: int) -> None:
     """Tells that the tokens of a node, and of nodes above it, are no longer held, where that is so."""
-    t = view(tree, 1, TREE)[0]
-    nodes = view(t.nodes_at, t.nodes, NODE)
+    nodes = nodes_of(tree)
     while nodes[node].known:
         n = nodes[node]
         if n.told and n.known_below == 0 and (n.full == 0 or is_clean(tree, node) == 0):
@@ -105,20 +81,12 @@ def untell(tree: int, node: int) -> None:
 
 
 @entry
-def drain(tree: int, out: int, ids_out: int, most: int) -> int:
-    """Takes up to so many events, the oldest first, and their ids. Returns their number."""
-    t = view(tree, 1, TREE)[0]
+def drain(tree: int, out: int, most: int) -> int:
+    """Takes up to so many events, the oldest first, each with its ids. Returns their number."""
+    t = tree_of(tree)
     count = min(most, t.next_event - t.first_event)
-    events, found = view(t.events_at, t.num_events, EVENT), view(out, most, EVENT)
     for index in range(count):
         place = (t.first_event + index) % t.num_events
-        s, d = events[place], found[index]
-        d.kind, d.node, d.parent, d.key, d.priority = s.kind, s.node, s.parent, s.key, s.priority
-        d.begin, d.end = s.begin, s.end
-        ids = view(t.event_ids_at + 8 * place * t.grain, t.grain, np.int64)
-        copies = view(ids_out + 8 * index * t.grain, t.grain, np.int64)
-        for token in range(s.end - s.begin):
-            copies[token] = ids[token]
+        copy_words(out + 8 * index * t.event_words, t.events_at + 8 * place * t.event_words, t.event_words)
     t.first_event += count
-    t.drained = t.first_event
     return count

@@ -1,14 +1,14 @@
 """Slots: pages of host memory within a budget, pinned where there is a GPU.
 
-Memory is allocated in chunks of 16 pages, which one copy moves at full speed, on demand; only where the budget has less
-room left, in 8, 4, 2 or 1. A chunk is given back when none of its pages is taken. All chunks are powers of two, so that
-torch's allocator of pinned memory rounds none up, and gives their memory to later chunks.
-
-Pages that a copy still uses are given back with its fence, and count until it has passed.
+Memory is allocated on demand, in chunks of 16 pages, which one copy moves at full speed; only where the budget has less
+room left, in 8, 4, 2 or 1. Chunks are powers of two, so that torch's allocator of pinned memory rounds none up. A chunk
+without taken pages is given back. Pages that a copy still uses count until their fence has passed.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ class Slots:
         self.collect()
 
     def collect(self) -> None:
-        """Makes pages free whose copies have ended, as far as the device says."""
+        """Makes pages free that no copy uses any more, as far as the device says."""
         for each in list(self._leaving):
             fence, runs = each
             with suppress(VmmkvError):
@@ -148,3 +148,24 @@ class Slots:
         if chunk.free == (1 << chunk.pages) - 1:
             self._partial.remove(chunk)
             self.made -= chunk.pages
+
+
+def copies(pieces: Iterable[tuple[int, int, int, int]], records: Sequence[int], first: int, end: int) -> array[int]:
+    """Copies of some tokens between a row and slots, as words for the core: range, first byte in the row, bytes, and
+    their address in host memory.
+
+    Args:
+        pieces: host memory by range and place: range, first byte in the row, bytes, and address.
+        records: bytes of a token in each range.
+        first: the first token.
+        end: the token behind the last.
+    """
+    words = array("q")
+    for part, start, nbytes, address in pieces:
+        low, high = max(start, first * records[part]), min(start + nbytes, end * records[part])
+        place = address + low - start
+        if words and tuple(words[-4:]) == (part, low - words[-2], words[-2], place - words[-2]):
+            words[-2] += high - low
+        elif low < high:
+            words.extend((part, low, high - low, place))
+    return words
