@@ -53,13 +53,20 @@ def gather(tree: int, node: int) -> None:
     """Writes down by page, and by group of pages, what is held for a path."""
     t, nodes, parts = tree_of(tree), nodes_of(tree), parts_of(tree)
     for part in range(t.ranges):
-        parts[part].covered = nodes[node].end * parts[part].record // t.page_size
+        p = parts[part]
+        p.covered = nodes[node].end * p.record // t.page_size
+        pages, groups = view(p.pages_at, p.covered, np.int64), view(p.groups_at, p.covered // t.large, np.int64)
+        for page in range(p.covered):
+            pages[page] = 0
+        for group in range(p.covered // t.large):
+            groups[group] = 0
     while nodes[node].parent:
+        slots = slots_of(tree, node)
         for index in range(t.width):
-            page, s = page_of(tree, node, index), shapes_of(tree)[index]
-            if page >= 0:
+            if slots[index]:
+                s, page = shapes_of(tree)[index], page_of(tree, node, index)
                 room_at = parts[s.part].pages_at if s.size == 1 else parts[s.part].groups_at
-                view(room_at, page // s.size + 1, np.int64)[page // s.size] = slots_of(tree, node)[index]
+                view(room_at, page // s.size + 1, np.int64)[page // s.size] = slots[index]
         node = nodes[node].parent
 
 
