@@ -6,13 +6,14 @@ import os
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import torch
 
 import vmmkv
 from vmmkv.core import entries
-from vmmkv.ledger import Ledger, device_name, path_of
+from vmmkv.ledger import Book, Ledger, device_name, path_of
 
 entries.adopt  # noqa: B018 - so that machine code is loaded once, before processes are forked
 PAGE, LIMIT = 4096, 200
@@ -72,6 +73,9 @@ def work(cache: vmmkv.KVCache, random: Random) -> None:
                     assert (sequence.k(0) == value).all(), "another sequence's numbers"
                     sequence.free()
         if random.random() < 0.05:
-            with cache.pool.lender.ledger.locked() as book:  # type: ignore[union-attr]
-                assert book.mine["granted"] >= cache.pool.word("created") * PAGE
+            cache.pool.lender.ledger.change(partial(check, cache.pool))  # type: ignore[union-attr]
             time.sleep(0.01)
+
+
+def check(pool: vmmkv.FramePool, book: Book) -> None:
+    assert book.mine["granted"] >= pool.word("created") * PAGE, "it has memory that is not granted"

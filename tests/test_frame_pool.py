@@ -221,6 +221,14 @@ def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
     assert driver.num_pages == 20
 
 
+def test_a_sequence_that_is_collected_gives_its_pages_to_another_cache() -> None:
+    pool, _ = make_pool(10)
+    first, second = (vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, lookahead=0) for _ in range(2))
+    dropped = first.sequence(8 * 10)
+    del dropped
+    assert second.sequence(8 * 10).length == 80
+
+
 def gone(pool: vmmkv.FramePool) -> None:
     """Has a cache leave everything that the pool can have."""
     lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)

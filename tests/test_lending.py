@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS, run_python
+from interruption import interrupted_after
 from typer.testing import CliRunner
 
 import vmmkv
@@ -52,8 +56,11 @@ class Process:
     @property
     def granted(self) -> int:
         """Pages that the ledger grants."""
-        with self.pool.lender.ledger.locked() as book:  # type: ignore[union-attr]
-            return int(book.mine["granted"]) // PAGE
+        return self.look(lambda book: int(book.mine["granted"])) // PAGE
+
+    def look(self, read: Callable[[Book], Any]) -> Any:
+        """What a function reads in the ledger."""
+        return self.pool.lender.ledger.change(read)  # type: ignore[union-attr]
 
 
 SETTLING = 5 * 10**8
@@ -67,6 +74,19 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Process, Process]]:
     yield both
     for each in both:
         each.close()
+
+
+def can_be_locked() -> bool:
+    """Whether another process can lock the ledger."""
+    (path,) = (cache_folder() / "pools").glob("*.ledger")
+    visitor = Ledger(path)
+    try:
+        visitor.change(lambda book: None)
+    except vmmkv.BudgetError:
+        return False
+    finally:
+        visitor.leave()
+    return True
 
 
 def wait_until(condition: Any) -> None:
@@ -145,7 +165,7 @@ def make_book(limit: int, *lines: dict[str, int]) -> Book:
         made[number]["pid"] = number + 1
         for name, value in line.items():
             made[number][name] = value
-    return Book(np.array((0, 0, limit, 0, 0), ledger.HEADER), made, 0)
+    return Book(np.array((0, limit, 0, 0), ledger.HEADER), made, 0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -168,7 +188,7 @@ def test_processes_that_all_want_memory_have_shares_in_proportion_to_reserves(se
 
 
 def test_what_no_other_process_wants_goes_to_the_one_that_wants_it() -> None:
-    book = make_book(100, {"granted": 90, "reserved": 1}, {"granted": 0, "reserved": 9})
+    book = make_book(100, {"granted": 81, "reserved": 1}, {"granted": 9, "reserved": 9})
     assert book.take(10)
     assert not book.take(1)
 
@@ -183,6 +203,10 @@ KILLED = """
     import os, random, signal, time
     import lending_process as process
 
+    def check(book):
+        assert book.free >= 0
+        time.sleep(random.uniform(0, 0.001))
+
     children = [process.start("many", random.choice([0, 10])) for _ in range(4)]
     visitor = process.visitor("many")
     for _ in range(int(sys.argv[1])):
@@ -190,9 +214,7 @@ KILLED = """
         victim = random.randrange(4)
         os.kill(children[victim], signal.SIGKILL)
         for _ in range(20):
-            with visitor.locked() as book:
-                assert book.free >= 0
-                time.sleep(random.uniform(0, 0.001))
+            visitor.change(check)
         assert os.waitpid(children[victim], 0)[1] == signal.SIGKILL
         children[victim] = process.start("many", random.choice([0, 10]))
     for child in children:
@@ -234,18 +256,128 @@ STOPPED = """
 """
 
 
+def test_a_process_that_is_stopped_while_it_gives_memory_is_not_waited_for() -> None:
+    long_ago = time.monotonic_ns() - 10**10
+    book = make_book(100, {"wanted": 10}, {"granted": 100, "giving": 10, "since": long_ago, "answered": 0})
+    book.mine["since"] = long_ago
+    assert book.missing == 10
+    assert book.is_hopeless(1)
+    book.lines[1]["since"] = time.monotonic_ns()
+    assert book.missing == 0
+    assert not book.is_hopeless(1)
+
+
+def test_a_process_without_file_descriptors_takes_nothing_from_others(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    kept = first.cache.sequence(8 * 60)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(vmmkv.OutOfPagesError):
+            second.cache.sequence(8 * 41)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in taken:
+            os.close(each)
+    assert kept.length == 8 * 60
+
+
+def test_a_thread_that_cannot_lock_the_ledger_stops_no_other(pair: tuple[Process, Process], folder: Path) -> None:
+    first, _ = pair
+    with locked_by_another(folder), pytest.raises(vmmkv.BudgetError, match="stopped"):
+        first.pool.lender.look()  # type: ignore[union-attr]
+    thread = threading.Thread(target=first.cache.sequence, args=(8 * 50,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def locked_by_another(folder: Path) -> Iterator[None]:
+    """Locks the ledger, as a process does that is stopped meanwhile."""
+    (path,) = folder.glob("*.ledger")
+    file = os.open(path, os.O_RDWR)
+    ledger._lock_soon(file, path)
+    yield
+    os.close(file)
+
+
+def test_a_pool_that_ends_while_the_ledger_is_locked_leaves_no_memory_granted(
+    pair: tuple[Process, Process], folder: Path
+) -> None:
+    third = Process(100, reserved=30 * PAGE)
+    with locked_by_another(folder):
+        third.close()
+    assert pair[0].look(lambda book: book.others.sum()) == 1
+
+
+def test_nothing_is_sent_twice_to_a_process_that_does_not_read(pair: tuple[Process, Process]) -> None:
+    first = pair[0].pool.lender.ledger  # type: ignore[union-attr]
+    assert first.socket.gettimeout() is None
+
+
+def test_a_request_that_comes_during_a_look_is_seen_by_the_next(pair: tuple[Process, Process]) -> None:
+    lender, asker = pair[0].pool.lender, pair[1].pool.lender
+    assert lender
+    assert asker
+    give = lender._give
+
+    def ask(*arguments: Any) -> None:
+        give(*arguments)
+        request.append(asker.ledger.change(lambda book: book.ask(10 * PAGE)))
+
+    request: list[int] = []
+    pair[0].cache.sequence(8 * 90).free()
+    lender.halt()
+    lender._is_over = False
+    lender._give = ask  # type: ignore[assignment, method-assign]
+    asker.ledger.change(lambda book: book.ask(10 * PAGE))
+    lender.look()
+    lender._give = give  # type: ignore[method-assign]
+    lender.look(always=False)
+    assert lender.ledger.change(lambda book: book.mine["answered"]) == request[-1]
+
+
+def test_a_request_that_was_interrupted_ends(pair: tuple[Process, Process]) -> None:
+    pair[0].look(lambda book: book.ask(10 * PAGE))
+    pair[0].pool.lender.look()  # type: ignore[union-attr]
+    assert pair[0].look(lambda book: book.mine["wanted"]) == 0
+
+
+def test_a_request_beyond_the_limit_takes_nothing_from_others(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    first.cache.sequence(8 * 90).free()
+    with pytest.raises(vmmkv.OutOfPagesError):
+        second.cache.sequence(8 * 101)
+    first.pool.lender.look()  # type: ignore[union-attr]
+    assert first.pool.word("created") == 90
+
+
+def test_what_is_reserved_while_processes_run_is_kept_for_the_process() -> None:
+    book = make_book(100, {"granted": 40}, {"granted": 10, "reserved": 30})
+    assert not book.take(31)
+    assert book.take(30)
+    book.mine["granted"] = 80
+    assert book.missing == 10
+
+
 def damage(path: Path, how: str) -> None:
     data = bytearray(path.read_bytes())
-    if how == "short":
-        path.write_bytes(data[:100])
+    if how in ("short", "empty"):
+        path.write_bytes(data[: 100 if how == "short" else 0])
     elif how == "gone":
         path.unlink()
     else:
-        data[:8] = os.urandom(8)
+        place = 8 if how == "negative" else 0
+        data[place : place + 8] = b"\xff" * 8
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["short", "gone", "noise"])
+@pytest.mark.parametrize("how", ["short", "empty", "gone", "noise", "negative"])
 def test_a_damaged_ledger_is_made_anew(pair: tuple[Process, Process], folder: Path, how: str) -> None:
     first, second = pair
     kept = first.cache.sequence(8 * 60)
@@ -257,7 +389,135 @@ def test_a_damaged_ledger_is_made_anew(pair: tuple[Process, Process], folder: Pa
     with pytest.raises(vmmkv.OutOfPagesError):
         rest.extend(8)
     assert first.pool.limit_pages == 100
+    assert len([*folder.glob("*.damaged")]) == (how not in ("gone", "empty"))
     kept.free()
+
+
+@pytest.mark.parametrize("how", ["empty", "noise"])
+def test_a_damaged_ledger_grants_a_new_process_nothing_that_others_have(
+    pair: tuple[Process, Process], folder: Path, how: str
+) -> None:
+    kept = pair[0].cache.sequence(8 * 60)
+    for each in pair:
+        each.pool.lender.halt()  # type: ignore[union-attr]
+    (path,) = folder.iterdir()
+    damage(path, how)
+    assert not Ledger(path).change(lambda book: book.is_settled)
+    third = Process(100)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        third.cache.sequence(8 * 50)
+    third.close()
+    assert kept.length == 8 * 60
+
+
+def test_a_visitor_of_a_damaged_ledger_leaves_the_limit(pair: tuple[Process, Process], folder: Path) -> None:
+    for each in pair:
+        each.pool.lender.halt()  # type: ignore[union-attr]
+    (path,) = folder.iterdir()
+    damage(path, "noise")
+    visitor = Ledger(path)
+    assert visitor.change(lambda book: book.limit) == 0
+    visitor.close()
+    assert pair[0].look(lambda book: book.limit) == 100 * PAGE
+
+
+def test_a_file_that_was_begun_anew_before_the_machine_started_is_used() -> None:
+    book = make_book(100, {})
+    book.header["rebuilt"] = time.monotonic_ns() + 10**15
+    assert book.take(100)
+
+
+def test_what_killed_processes_leave_is_removed_by_a_visitor(folder: Path) -> None:
+    child = run_python(
+        "import os, lending_process as process\nkept = process.make_cache('left', 0)\nkept.sequence(8)\nos._exit(0)"
+    )
+    assert (child.returncode, child.stderr) == (0, "")
+    assert len([*folder.glob("left@*")]) == 1
+    invoke("pool")
+    assert not [*folder.glob("left@*")]
+
+
+def test_a_child_of_a_killed_process_keeps_nothing(folder: Path) -> None:
+    child = run_python(CHILD)
+    assert (child.returncode, child.stderr) == (0, "")
+
+
+CHILD = """
+    import os, signal
+    import lending_process as process
+
+    def fork(book):
+        if not os.fork():
+            os.write(outside, str(os.getpid()).encode())
+        signal.pause()
+
+    inside, outside = os.pipe()
+    if not (parent := os.fork()):
+        cache = process.make_cache("child", 0)
+        cache.sequence(8 * 100)
+        cache.pool.lender.ledger.change(fork)
+    child = int(os.read(inside, 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        cache = process.make_cache("child", 0)
+        cache.sequence(8 * process.LIMIT).free()
+        cache.close()
+        cache.pool.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_ledger_that_was_closed_is_not_opened_again(pair: tuple[Process, Process], folder: Path) -> None:
+    third = Process(100)
+    third.look(third.pool.lender.ledger._remove)  # type: ignore[union-attr]
+    for _ in range(2):
+        with pytest.raises(vmmkv.BudgetError, match="closed"):
+            third.look(lambda book: book)
+        third.close()
+
+
+def test_a_signal_handler_within_a_change_changes_nothing(pair: tuple[Process, Process]) -> None:
+    pool, lender = pair[0].pool, pair[0].pool.lender
+    assert lender
+    with pytest.raises(vmmkv.BusyError):
+        pair[0].look(lambda book: pool.set_limit(50 * PAGE))
+    with lender._moving:
+        assert lender.borrow(10) == 0
+    assert lender.limit == 100 * PAGE
+
+
+def test_an_interrupted_change_keeps_no_lock(pair: tuple[Process, Process]) -> None:
+    """Also not while its traceback is there, as in a notebook."""
+    random, kept = Random(), list[KeyboardInterrupt]()
+
+    def change() -> None:
+        try:
+            pair[0].look(lambda book: book.limit)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+
+    for _ in range(500 * ROUNDS):
+        interrupted_after(change, random.uniform(1e-6, 3e-4))
+        wait_until(can_be_locked)
+    assert kept
+
+
+def test_what_was_dropped_and_not_freed_goes_to_the_process_that_lacks_it(pair: tuple[Process, Process]) -> None:
+    first, second = pair
+    dropped = first.cache.sequence(8 * 90)
+    del dropped
+    second.cache.sequence(8 * 90)
+
+
+def test_a_limit_beyond_the_device_takes_no_more_than_the_device() -> None:
+    process = Process(100)
+    pool = process.pool
+    lending.change_limit(pool.lender.ledger, 100 * pool.most * PAGE)  # type: ignore[union-attr]
+    assert process.cache.sequence(8 * 50).length == 400
+    assert pool.word("budget") <= pool.most
+    process.close()
 
 
 def test_a_file_of_this_user_alone(pair: tuple[Process, Process], folder: Path) -> None:
@@ -300,12 +560,6 @@ def test_reserved_needs_a_name() -> None:
         vmmkv.FramePool(100 * PAGE, device="cpu", page_size=PAGE, reserved=PAGE)
 
 
-def test_processes_of_another_container_are_refused(pair: tuple[Process, Process], monkeypatch: Any) -> None:
-    monkeypatch.setattr(ledger, "namespace", lambda: 1)
-    with pytest.raises(vmmkv.BudgetError, match="container"):
-        Process(100)
-
-
 def test_a_forked_child_leaves_the_parents_line_alone(folder: Path) -> None:
     child = run_python(
         """
@@ -313,8 +567,7 @@ def test_a_forked_child_leaves_the_parents_line_alone(folder: Path) -> None:
         pool = vmmkv.FramePool(100 * 4096, device="cpu", page_size=4096, shared="one", reserved=10 * 4096)
         if pid := os.fork():
             assert os.waitpid(pid, 0)[1] == 0
-            with pool.lender.ledger.locked() as book:
-                print(book.mine["granted"] // 4096, book.others.sum())
+            print(*pool.lender.ledger.change(lambda book: (book.mine["granted"] // 4096, book.others.sum())))
         else:
             del pool
             import gc; gc.collect()
@@ -339,8 +592,7 @@ def test_a_pool_that_is_dropped_leaves_no_line_and_no_thread(folder: Path) -> No
 def test_a_visitor_has_no_line(pair: tuple[Process, Process], folder: Path) -> None:
     (path,) = folder.iterdir()
     visitor = Ledger(path)
-    with visitor.locked() as book:
-        assert (book.lines["pid"] == os.getpid()).sum() == 2
+    assert visitor.change(lambda book: (book.lines["pid"] == os.getpid()).sum()) == 2
     lending.change_limit(visitor, 60 * PAGE)
     assert pair[0].cache.available_pages <= 100
     with pytest.raises(vmmkv.BudgetError, match="does not use"):

@@ -2,15 +2,16 @@
 
 A ledger holds a limit in bytes, and a line for each process: the bytes that are granted to it, and what it wants. Each
 process changes its own line alone, in one write, so that a process that is killed at any moment leaves a whole line. It
-holds a lock of the file for microseconds meanwhile. The lines of processes that have ended are removed by the next one
-that looks.
+locks the header for microseconds meanwhile, and its own line for as long as it lives: the next process that looks
+removes lines that nobody locks. The locks are those of open files (`F_OFD_SETLK`). The kernel drops them when a process
+ends.
 
 Invariants:
  1. The bytes that are granted are at most the limit, unless the limit was lowered. Then processes give back what holds
     no live tokens.
  2. A process makes no memory beyond what its line grants; it gives memory back before it lowers its line.
- 3. A damaged file is set aside. Each process writes its line into the new file when it looks next, and until all have
-    looked nothing more is granted.
+ 3. A damaged file is begun anew; a copy of it stays. Each process writes its line when it looks next, and until all
+    have looked nothing more is granted.
 """
 
 from __future__ import annotations
@@ -20,46 +21,53 @@ import os
 import re
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from .errors import ArgumentError, BudgetError
+from .errors import ArgumentError, BudgetError, BusyError, VmmkvError
 from .kernels.folders import cache_folder
-from .processes import namespace, start_of
+
+Result = TypeVar("Result")
 
 
 def _words(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
 
-HEADER = _words("magic", "namespace", "limit", "requests", "rebuilt")
-"""`requests` counts how often a process has asked the others for memory. `rebuilt` is the time at which the file took
-the place of a damaged one."""
+HEADER = _words("magic", "limit", "requests", "rebuilt")
+"""`requests` counts how often a process has asked the others for memory. `rebuilt` is the time at which a damaged or
+lost file was begun anew."""
 LINE = _words(
-    "pid", "start", "address", "granted", "used", "reserved", "wanted", "since", "giving", "answered"
+    "pid", "address", "granted", "used", "reserved", "wanted", "since", "giving", "answered"
 )  # fmt: skip
 """One process. `address` is a random number in the name of its socket. In bytes: `granted`, `used` by live tokens and
-reservations of its caches, `reserved`: always granted, `wanted`: what it lacks `since` a time, `giving`: what it is
-about to give back. `answered` is the last request that it has seen. Times are nanoseconds of the monotonic clock."""
-MAGIC = 0x76_6D_6D_6B_76_6C_30_31
+reservations of its caches, `reserved`: always granted, `wanted`: what it lacks `since` a time, or `giving`: what it has
+been about to give back since then. `answered` is the last request that it has seen. Times are nanoseconds of the
+monotonic clock."""
+MAGIC = 0x76_6D_6D_6B_76_6C_30_32
 LINES, LINE_BYTES = 128, 128
 """Lines do not lie across pages of memory, so that a write to one is not done by half."""
 SIZE = LINE_BYTES * (1 + LINES)
-LOCK_SECONDS = 0.1
+LOCK = struct.Struct("hhqqi4x")
+"""A lock for the kernel: its kind, from where its place counts, its place and length, and a process, which is 0."""
+LOCK_SECONDS = 0.5
 """How long to wait for the lock of the file: only a process that was stopped in between keeps it so long."""
 GRACE = 10**8
 """Nanoseconds after which a process that does not answer counts as stopped."""
 SETTLING = 3 * 10**9
-"""Nanoseconds in which all processes write their lines into a new file that has taken the place of a damaged one."""
+"""Nanoseconds in which all processes write their lines into a file that was begun anew."""
 RIVALRY = 10**9
-"""Nanoseconds for which a process that wants memory may go before others."""
+"""Nanoseconds for which a process that wants memory may go before others, and for which one that gives memory back is
+waited for. It may have been stopped."""
 
 
 class Book:
@@ -93,19 +101,37 @@ class Book:
         return self.limit - int(self.lines["granted"].sum())
 
     @property
+    def open(self) -> int:
+        """Bytes that can be granted to this process now: none that others have reserved."""
+        lacking = self.lines["reserved"] - self.lines["granted"]
+        return self.free - int(lacking[self.others & (lacking > 0)].sum())
+
+    @property
+    def given(self) -> Any:
+        """Bytes of each process that it is about to give back."""
+        is_late = self.lines["since"] < time.monotonic_ns() - RIVALRY
+        return np.where(is_late, 0, self.lines["giving"])
+
+    @property
     def missing(self) -> int:
         """Bytes that processes should give back, beyond those that they are about to give back."""
-        return int(self.lines["wanted"].sum()) - self.free - int(self.lines["giving"].sum())
+        lines = self.lines
+        lacking = np.maximum(lines["wanted"], lines["reserved"] - lines["granted"])
+        return int(lacking.sum()) - self.free - int(self.given.sum())
 
     @property
     def attainable(self) -> int:
         """Bytes that this process can have: those that others neither use nor have reserved."""
         return self.limit - int(np.maximum(self.lines["used"], self.lines["reserved"])[self.others].sum())
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all processes have had time to write their lines. The clock begins anew with the machine."""
+        return not 0 <= time.monotonic_ns() - int(self.header["rebuilt"]) <= SETTLING
+
     def take(self, nbytes: int) -> bool:
         """Grants this process more bytes, if they are free and no other process goes first."""
-        is_settled = self.header["rebuilt"] == 0 or time.monotonic_ns() - self.header["rebuilt"] > SETTLING
-        if nbytes > self.free or not is_settled or not self._is_next(nbytes):
+        if nbytes > self.open or not self.is_settled or not self._is_next(nbytes):
             return False
         self.mine["granted"] += nbytes
         return True
@@ -126,13 +152,16 @@ class Book:
         self.mine["wanted"], self.mine["since"] = nbytes, time.monotonic_ns()
         return int(self.header["requests"])
 
+    def is_impossible(self, nbytes: int) -> bool:
+        """Whether so many bytes more are beyond what this process can ever have."""
+        reserved = int(self.lines["reserved"][self.others].sum())
+        return int(self.mine["granted"]) + nbytes > self.limit - reserved
+
     def is_hopeless(self, request: int) -> bool:
         """Whether no process will give anything more for a request of this process."""
         is_late = time.monotonic_ns() - int(self.mine["since"]) > GRACE
-        lines, others = self.lines, self.others
-        return (is_late and not lines["giving"][others].any()) or bool(
-            ((lines["answered"] >= request) & (lines["giving"] == 0))[others].all()
-        )
+        has_answered = is_late or (self.lines["answered"] >= request)[self.others].all()
+        return bool(has_answered and not self.given.any())  # also this process, for a request that has ended meanwhile
 
 
 class Ledger:
@@ -145,18 +174,20 @@ class Ledger:
 
     def __init__(self, path: Path, limit: int = 0) -> None:
         self.path, self.limit, self.is_new = path, limit, True
-        self._file = -1
+        self._file, self._is_closed = -1, False
         self._lock = threading.RLock()
         """Of this process's threads: the file is locked for all of them."""
         self._line: Any = None
         """What this process has written last; None for a visitor."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        """Without a timeout of Python's, with which it would send to a full queue again and again."""
+        _ledgers.add(self)
 
     def join(self) -> None:
         """Gives this process a line with the next change; without one it is a visitor."""
         pid, address = os.getpid(), secrets.randbits(62)
         self._line = np.zeros((), LINE)
-        self._line["pid"], self._line["start"], self._line["address"] = pid, start_of(pid) or 0, address
+        self._line["pid"], self._line["address"] = pid, address
         with suppress(OSError):  # without a name the process looks now and then
             self.socket.bind(_address(pid, address))
 
@@ -165,34 +196,44 @@ class Ledger:
         """Whether this thread is in the middle of a change: in a finalizer or a signal handler."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
-    @contextmanager
-    def locked(self) -> Iterator[Book]:
-        """Locks and reads the ledger, and removes lines of processes that have ended; at the end writes the header and
-        this process's line, unless an error is raised.
+    def change(self, edit: Callable[[Book], Result]) -> Result:
+        """Locks and reads the ledger, removes lines of processes that have ended, and has a function change the book;
+        then writes the header and this process's line, unless the function has raised an error. Returns what the
+        function returns. This is no context manager: one that is interrupted keeps its locks with its traceback.
 
         Raises:
-            BudgetError: the file cannot be locked, read or written; it is full; or it is used by processes of another
-                container.
+            BudgetError: the file cannot be locked, read or written; it is full; or the ledger was closed.
+            BusyError: this thread is in the middle of a change.
         """
+        if self.is_busy:
+            raise BusyError(f"the ledger {self.path} is changed by a call that this one interrupts")
+        self._check_open()  # in a forked child another thread of the parent has the lock
         with self._lock:
+            self._check_open()
             try:
                 self._open()
-                try:
-                    book = self._read()
-                    yield book
-                    self.limit, self.is_new = book.limit, False
-                    os.pwrite(self._file, book.header.tobytes(), 0)
-                    if book.number is not None:
-                        self._line = book.mine.copy()
-                        self.write(book, book.number)
-                finally:
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
+                book = self._read()
+                result = edit(book)
+                self.limit, self.is_new = book.limit, False
+                os.pwrite(self._file, book.header.tobytes(), 0)
+                if book.number is not None:
+                    self._line = book.mine.copy()
+                    self.write(book, book.number)
+                return result
             except OSError as error:
                 raise BudgetError(f"the ledger {self.path} cannot be used: {error.strerror or error}") from error
+            finally:
+                if self._file >= 0:
+                    _lock(self._file, fcntl.F_UNLCK)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BudgetError(f"the ledger {self.path} was closed")
 
     def peek(self) -> bytes:
-        """The contents of the file, perhaps in the middle of a change; empty where there is none."""
-        return os.pread(self._file, SIZE, 0) if self._file >= 0 else b""
+        """The contents of the file, perhaps in the middle of a change of another process; empty where there is none."""
+        with self._lock:
+            return os.pread(self._file, SIZE, 0) if self._file >= 0 else b""
 
     def write(self, book: Book, number: int) -> None:
         """Writes a line, while the ledger is locked."""
@@ -205,27 +246,39 @@ class Ledger:
                 self.socket.sendto(b"\0", socket.MSG_DONTWAIT, _address(pid, address))
 
     def close(self) -> None:
-        """Removes the line of this process, whose memory must be gone; the last process removes the file. In a forked
-        child it changes nothing."""
-        if self._line is not None and self._line["pid"] == os.getpid() and not self.is_new:
-            with suppress(BudgetError), self.locked() as book:
-                book.lines[book.number] = 0
-                self.wake(book)
-                if not book.others.any():
-                    self.path.unlink()
-        self._line = None
+        """Removes the line of this process, whose memory must be gone. Where there is no other, removes the file. Where
+        the file cannot be locked now, the next process that looks removes the line."""
+        if not (self.is_new or self._is_closed):
+            with suppress(VmmkvError):
+                self.change(self._remove)
+        if self._file >= 0 or not self._is_closed:
+            with self._lock:
+                self.leave()
+
+    def _remove(self, book: Book) -> None:
+        """The last change: another thread must not make the file again."""
+        self._is_closed = True
+        if book.number is not None:
+            book.lines[book.number] = 0
+            self.wake(book)
+        if not book.others.any() and book.is_settled:
+            self.path.unlink()
+
+    def leave(self) -> None:
+        """Closes the file, whose locks a forked child has in common with its parent; and the socket."""
+        self._is_closed = True
         self.socket.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def _open(self) -> None:
-        """Opens and locks the file, which another process may have set aside meanwhile."""
+        """Opens and locks the file, which another process may have removed meanwhile."""
         while True:
             if self._file < 0:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            _flock(self._file)
+            _lock_soon(self._file, self.path)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._file), os.stat(self.path)):
                     return
@@ -233,41 +286,48 @@ class Ledger:
             self._file = -1
 
     def _read(self) -> Book:
-        """Reads the locked file. A new file is begun, a damaged one is set aside."""
+        """Reads the locked file. Begins a new or damaged one; a copy of the latter stays."""
         data = os.pread(self._file, SIZE + 1, 0)
-        header, lines = _parts(data) if data else self._begin(0 if self.is_new else time.monotonic_ns())
+        header, lines = _parts(data)
         if header is None:
-            self.path.replace(self.path.with_suffix(f".damaged-{time.time_ns()}"))
-            self._open()
-            header, lines = self._begin(time.monotonic_ns())
-        if header["namespace"] != namespace():
-            raise BudgetError(f"the ledger {self.path} is used by processes of another container")
-        for number in np.flatnonzero(lines["pid"]):
-            if start_of(int(lines[number]["pid"])) != lines[number]["start"]:  # it has ended, and its memory is free
+            if data:
+                with suppress(OSError):
+                    self.path.with_suffix(".damaged").write_bytes(data)
+            is_first = self.is_new and not _is_locked(self._file, 1, LINES)
+            header, lines = self._begin(0 if is_first else time.monotonic_ns())
+        for number in map(int, np.flatnonzero(lines["pid"])):
+            if not self._is_own(lines[number]) and not _is_locked(self._file, 1 + number):  # its process has ended
                 lines[number] = 0
-                os.pwrite(self._file, lines[number].tobytes(), LINE_BYTES * (1 + int(number)))
+                os.pwrite(self._file, lines[number].tobytes(), LINE_BYTES * (1 + number))
         book = Book(header, lines, None if self._line is None else self._place(lines))
-        if self.is_new and self.limit and not book.others.any():
+        if self.limit and (not book.limit or (self.is_new and not book.others.any())):
             book.header["limit"] = self.limit
         return book
 
     def _begin(self, rebuilt: int) -> tuple[Any, Any]:
-        """Begins the file, with room for all lines: a later write must not lack it."""
+        """Begins the file, with room for all lines: a later write must not lack it. The header comes last, so that a
+        process that is killed leaves a damaged file."""
         os.posix_fallocate(self._file, 0, SIZE)
-        header = np.array((MAGIC, namespace(), self.limit, 0, rebuilt), HEADER)
+        header, lines = np.array((MAGIC, self.limit, 0, rebuilt), HEADER), np.zeros(LINES, LINE)
+        os.pwrite(self._file, bytes(LINE_BYTES * LINES), LINE_BYTES)
+        os.ftruncate(self._file, SIZE)
         os.pwrite(self._file, header.tobytes(), 0)
-        return header, np.zeros(LINES, LINE)
+        return header, lines
+
+    def _is_own(self, line: Any) -> Any:
+        """Whether a line, or which of them, is this process's."""
+        return self._line is not None and line["address"] == self._line["address"]
 
     def _place(self, lines: Any) -> int:
-        """The number of this process's line: the one that it has, or an empty one."""
-        is_own = (lines["pid"] == self._line["pid"]) & (lines["address"] == self._line["address"])
-        if is_own.any():
-            return int(is_own.argmax())
-        if lines["pid"].all():
-            raise BudgetError(f"the ledger {self.path} has {LINES} processes, and no room for another")
-        number = int(lines["pid"].argmin())
-        lines[number] = self._line
-        return number
+        """Locks this process's line: the one that it has, or an empty one. Returns its number."""
+        own = self._is_own(lines)
+        for number in map(int, np.flatnonzero(own if own.any() else lines["pid"] == 0)):
+            with suppress(BlockingIOError):  # the process that has it has not written into a new file yet
+                _lock(self._file, fcntl.F_WRLCK, 1 + number)
+                if not own.any():
+                    lines[number] = self._line
+                return number
+        raise BudgetError(f"the ledger {self.path} has {LINES} processes, and no room for another")
 
 
 def path_of(name: str, device: str) -> Path:
@@ -297,24 +357,46 @@ def _parts(data: bytes) -> tuple[Any, Any]:
     words = np.frombuffer(data, np.uint8).copy()
     header = words[: HEADER.itemsize].view(HEADER)[0]
     lines = words[LINE_BYTES:].reshape(LINES, LINE_BYTES)[:, : LINE.itemsize].copy().view(LINE)[:, 0]
-    amounts = [lines[name] for name in ("pid", "granted", "used", "reserved", "wanted", "giving")]
-    is_whole = header["magic"] == MAGIC and all(((each >= 0) & (each < 1 << 60)).all() for each in amounts)
+    amounts = [header["limit"], *(lines[name] for name in ("pid", "granted", "used", "reserved", "wanted", "giving"))]
+    is_whole = header["magic"] == MAGIC and all(((each >= 0) & (each < 1 << 54)).all() for each in amounts)
     return (header if is_whole else None), lines
 
 
-def _flock(file: int) -> None:
-    """Locks a file. Raises `OSError` where another process keeps it locked."""
+def _lock(file: int, kind: int, place: int = 0) -> None:
+    """Locks or unlocks the header, which has the place 0, or a line. Raises `BlockingIOError` where another process has
+    locked it."""
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, LOCK.pack(kind, os.SEEK_SET, LINE_BYTES * place, LINE_BYTES, 0))
+
+
+def _is_locked(file: int, place: int, places: int = 1) -> bool:
+    """Whether another process has locked one of some lines."""
+    lock = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, LINE_BYTES * place, LINE_BYTES * places, 0)
+    return bool(LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, lock))[0] != fcntl.F_UNLCK)
+
+
+def _lock_soon(file: int, path: Path) -> None:
+    """Locks the header. Raises `BudgetError` where another process keeps it locked."""
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, fcntl.F_WRLCK)
             return
         except BlockingIOError:
             if time.monotonic() > end:
-                raise
+                raise BudgetError(f"another process keeps the ledger {path} locked; it may have been stopped") from None
         time.sleep(0.0002)
 
 
 def _address(pid: int, number: int) -> str:
     """The name of a process's socket."""
     return f"\0vmmkv-{pid}-{number:016x}"
+
+
+def _leave_to_parent() -> None:
+    """Leaves the ledgers of the parent in a forked child."""
+    for ledger in [*_ledgers]:
+        ledger.leave()
+
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -8,6 +8,8 @@ at the ledger, except for its thread, which looks every `INTERVAL` seconds.
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 import time
 import weakref
@@ -20,8 +22,8 @@ from .errors import BudgetError, VmmkvError
 from .ledger import Book, Ledger
 from .stats import format_bytes
 
-INTERVAL = 0.05
-"""Seconds between two looks of a thread that no process wakes."""
+INTERVAL = 50_000
+"""Microseconds between two looks of a thread that no process wakes."""
 SWEEP = 20
 """Looks between two that remove lines of processes that have ended, also if nothing has changed."""
 STEP = 0.0005
@@ -48,26 +50,27 @@ class Lender:
         self._pool, self.ledger, self._page_size = weakref.ref(pool), ledger, pool.driver.page_size
         self.attainable = 0
         """Bytes that the pool could have, as of the last look: what other processes neither use nor have reserved."""
-        self._asking = threading.RLock()
+        self._asking: Any = threading.RLock()
         """Held by the thread that asks for memory."""
-        self._moving = threading.Lock()
+        self._moving: Any = threading.RLock()
         """Held while the pool's budget and what is granted differ."""
         self._seen: tuple[Any, ...] = ()
         self._is_over = False
+        self._thread = threading.Thread(target=self._work, name="vmmkv-lender", daemon=True)
+        ledger.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, INTERVAL))
         try:
             self._reserve(reserved)
+            self._halt = weakref.finalize(pool, self.halt)
+            self._thread.start()
         except BaseException:
+            self._is_over = True
             ledger.close()
             raise
-        ledger.socket.settimeout(INTERVAL)
-        self._thread = threading.Thread(target=self._work, name="vmmkv-lender", daemon=True)
-        self._thread.start()
-        self._halt = weakref.finalize(pool, self.halt)
 
     def _reserve(self, asked: float | str) -> None:
         """Takes what is reserved."""
-        self.ledger.join()
-        with self.ledger.locked() as book:
+
+        def reserve(book: Book) -> int:
             pages = parse_bytes(asked, book.limit) // self._page_size
             reserved, others = pages * self._page_size, int(book.lines["reserved"].sum())
             if reserved + others > book.limit:
@@ -76,10 +79,14 @@ class Lender:
                     f"others have reserved {format_bytes(others)}"
                 )
             book.mine["reserved"], self.attainable = reserved, book.attainable
+            return pages
+
+        self.ledger.join()
+        pages = self.ledger.change(reserve)
         if pages and not self.borrow(pages):
             raise BudgetError(
-                f"asked to reserve {format_bytes(reserved)} of {format_bytes(self.limit)} that processes share; live "
-                "tokens of others take more than the rest"
+                f"asked to reserve {format_bytes(pages * self._page_size)} of {format_bytes(self.limit)} that "
+                "processes share; live tokens of others take more than the rest"
             )
 
     @property
@@ -89,45 +96,58 @@ class Lender:
 
     # ------------------------------------------------------------------ taking
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether this thread is in the middle of a call: in a finalizer or a signal handler."""
+        return bool(self._asking._is_owned() or self._moving._is_owned() or self.ledger.is_busy)
+
     def borrow(self, pages: int) -> int:
         """Raises the pool's budget by so many pages, or by none; returns by how many. Waits while other processes give
-        memory back. In a finalizer or a signal handler within such a call it does nothing."""
-        asking: Any = self._asking
-        if self._is_over or pages <= 0 or asking._is_owned() or self.ledger.is_busy:
+        memory back. In a finalizer or a signal handler within a call of the lender it does nothing."""
+        if self._is_over or pages <= 0 or self._is_busy:
             return 0
-        with asking, suppress(BudgetError):  # where the ledger cannot be used, the process has what it has
+        with self._asking, suppress(BudgetError):  # where the ledger cannot be used, the process has what it has
             granted = self._granted(pages * self._page_size) // self._page_size
             if granted and (pool := self._pool()) is not None:
                 with self._moving:
-                    pool.limit_to(pool.word("budget") + granted)
-                return granted
+                    before = pool.word("budget")
+                    pool.limit_to(min(before + granted, pool.most))
+                    return pool.word("budget") - before
         return 0
 
     def _granted(self, nbytes: int) -> int:
         """Has the ledger grant so many bytes, or some more, perhaps after a while. Returns how many, or 0."""
         request, end = 0, time.monotonic() + PATIENCE
+
+        def take(book: Book) -> int | None:
+            nonlocal request
+            wanted = nbytes + self._extra(book, nbytes)
+            if book.take(wanted):
+                return wanted
+            is_over = bool(request) and (book.is_hopeless(request) or time.monotonic() > end)
+            if is_over or book.is_impossible(nbytes):
+                return 0
+            if not request:
+                request = book.ask(nbytes)
+                self.ledger.wake(book)
+            return None
+
+        def stop(book: Book) -> None:
+            book.mine["wanted"] = 0
+
         try:
-            while True:
-                with self.ledger.locked() as book:
-                    wanted = nbytes + self._extra(book, nbytes)
-                    if book.take(wanted):
-                        return wanted
-                    if not request:
-                        request = book.ask(nbytes)
-                        self.ledger.wake(book)
-                    elif book.is_hopeless(request) or time.monotonic() > end:
-                        return 0
+            while (granted := self.ledger.change(take)) is None:
                 time.sleep(STEP)
+            return granted
         finally:
             if request:
-                with self.ledger.locked() as book:
-                    book.mine["wanted"] = 0
+                self.ledger.change(stop)
 
     def _extra(self, book: Book, nbytes: int) -> int:
         """Bytes to take beyond what is lacking: none where they are scarce."""
         if book.lines["wanted"].any():
             return 0
-        return max(min(book.free - nbytes, book.limit // EXTRA), 0) // self._page_size * self._page_size
+        return max(min(book.open - nbytes, book.limit // EXTRA), 0) // self._page_size * self._page_size
 
     # ------------------------------------------------------------------ giving
 
@@ -136,11 +156,11 @@ class Lender:
         while not self._is_over:
             try:
                 self.ledger.socket.recv(1)
-            except TimeoutError:
+            except BlockingIOError:
                 looks += 1
             except OSError:  # closed
                 return
-            with suppress(VmmkvError):  # the next look may succeed
+            with suppress(VmmkvError, OSError):  # the next look may succeed
                 self.look(always=looks % SWEEP == 0)
 
     def look(self, always: bool = True) -> None:
@@ -152,52 +172,61 @@ class Lender:
         pool = self._pool()
         if pool is None or self._is_over:
             return
-        committed = pool.word("committed") * self._page_size
-        seen = committed, self.ledger.peek()
+        pool.sweep()
+        seen = pool.word("committed"), self.ledger.peek()
         if seen == self._seen and not always:
             return
-        asking: Any = self._asking
         with self._moving:
-            budget, is_asking = pool.word("budget"), not asking.acquire(blocking=False)
-            with self.ledger.locked() as book:
-                mine = book.mine
-                if not is_asking:  # an interruption may have left more granted than the pool has taken
-                    mine["granted"] = min(int(mine["granted"]), self._held(pool) * self._page_size)
-                    asking.release()
-                mine["used"], mine["answered"], self.attainable = committed, book.header["requests"], book.attainable
-                spare = budget - max(committed, int(mine["reserved"])) // self._page_size
-                pages = 0 if mine["wanted"] else max(min(-(-book.missing // self._page_size), spare), 0)
-                mine["giving"] = pages * self._page_size
-            if pages:
+            budget = pool.word("budget")
+            if pages := self.ledger.change(lambda book: self._spare(book, pool)):
                 self._give(pool, budget, pages)
-        self._seen = committed, self.ledger.peek()
+        self._seen = seen  # from before: the next look finds what has changed since
+
+    def _spare(self, book: Book, pool: Pool) -> int:
+        """Writes down what the pool uses, and how many pages it is about to give back; returns them."""
+        mine, committed = book.mine, pool.word("committed")
+        if self._asking.acquire(blocking=False):  # an interruption may have left more than the pool has taken
+            try:
+                mine["granted"] = min(int(mine["granted"]), self._held(pool) * self._page_size)
+                mine["wanted"] = 0
+            finally:
+                self._asking.release()
+        mine["used"] = committed * self._page_size
+        mine["answered"], self.attainable = book.header["requests"], book.attainable
+        spare = pool.word("budget") - max(committed, int(mine["reserved"]) // self._page_size)
+        pages = 0 if mine["wanted"] else max(min(-(-book.missing // self._page_size), spare), 0)
+        if pages:
+            mine["since"] = time.monotonic_ns()
+        mine["giving"] = pages * self._page_size
+        return pages
 
     def _give(self, pool: Pool, budget: int, pages: int) -> None:
         """Lowers the pool's budget, and then what is granted."""
+
+        def give(book: Book) -> None:
+            book.mine["granted"] -= max(budget - self._held(pool), 0) * self._page_size
+            book.mine["giving"] = 0
+
         try:
-            pool.limit_to(budget - pages)
+            pool.limit_to(max(budget - pages, pool.word("committed")))
         finally:  # also if live tokens have come meanwhile, or a call of the driver has failed
-            left = self._held(pool)
-            with self.ledger.locked() as book:
-                book.mine["granted"] -= max(budget - left, 0) * self._page_size
-                book.mine["giving"] = 0
+            self.ledger.change(give)
 
     def _held(self, pool: Pool) -> int:
         """Pages that the pool may make, or has made."""
         return max(pool.word("budget"), pool.word("created") + pool.word("leased"))
 
-    # ------------------------------------------------------------------ limits and the end
-
-    def set_limit(self, nbytes: int) -> None:
-        """Sets the limit of all processes together. Raises `BudgetError` where more is reserved."""
-        change_limit(self.ledger, nbytes)
-        self.look()
+    # ------------------------------------------------------------------ the end
 
     def halt(self) -> None:
-        """Ends the thread. The line stays: at the end of a process its memory is there for a moment longer."""
+        """Ends the thread. At the end of the process the line stays, since the memory is there for a moment longer."""
         self._is_over = True
-        if self._thread is not threading.current_thread():
+        with suppress(OSError):
+            self.ledger.socket.shutdown(socket.SHUT_RD)
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(1)
+        if self._pool() is None:
+            self.ledger.close()
 
     def end(self) -> None:
         """Ends the thread, and removes this process's line: its memory is gone."""
@@ -208,7 +237,8 @@ class Lender:
 def change_limit(ledger: Ledger, nbytes: int) -> None:
     """Sets the limit of a ledger, and has processes give back what is beyond it and holds no live tokens. Raises
     `BudgetError` where more is reserved."""
-    with ledger.locked() as book:
+
+    def change(book: Book) -> None:
         reserved = int(book.lines["reserved"].sum())
         if nbytes < max(reserved, 1):
             raise BudgetError(f"asked for a limit of {format_bytes(nbytes)}; {format_bytes(reserved)} are reserved")
@@ -216,11 +246,14 @@ def change_limit(ledger: Ledger, nbytes: int) -> None:
         book.header["requests"] += 1
         ledger.wake(book)
 
+    ledger.change(change)
+
 
 def change_reserve(ledger: Ledger, pid: int, nbytes: int) -> None:
     """Sets what is reserved for a process: it keeps so much from now on. Raises `BudgetError` where there is no such
     process, or others have reserved too much."""
-    with ledger.locked() as book:
+
+    def change(book: Book) -> None:
         found = (book.lines["pid"] == pid).nonzero()[0]
         if not len(found):
             raise BudgetError(f"asked to reserve memory for process {pid}, which does not use {ledger.path.stem}")
@@ -232,3 +265,5 @@ def change_reserve(ledger: Ledger, pid: int, nbytes: int) -> None:
             )
         book.lines[found[0]]["reserved"] = nbytes
         ledger.write(book, int(found[0]))
+
+    ledger.change(change)

@@ -18,7 +18,7 @@ from .core.tables import ACCOUNT
 from .driver.driver import Driver, fork_error, open_driver
 from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from .ledger import Ledger, device_name, path_of
-from .lending import Lender
+from .lending import Lender, change_limit
 from .nvtx import Ranges
 from .pool_picture import draw_accounts
 from .stats import AccountStats, FramePoolStats
@@ -179,7 +179,8 @@ class FramePool(Pool):
         """
         self.check_usable()
         if self.lender:
-            self.lender.set_limit(pages_within(self.driver, max_bytes, held=self.limit_pages) * self.page_size)
+            limit = pages_within(self.driver, max_bytes, held=self.limit_pages)
+            change_limit(self.lender.ledger, limit * self.page_size)
             return
         held = (self.word("created") + self.word("leased")) * self.page_size
         limit = pages_within(self.driver, max_bytes, held=held)

@@ -1,8 +1,7 @@
-"""Processes of this machine: whether they live, and which numbers they have."""
+"""Processes of this machine: whether they live."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 
@@ -14,8 +13,3 @@ def start_of(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def namespace() -> int:
-    """The namespace that process numbers of this process belong to: containers have their own."""
-    return os.stat("/proc/self/ns/pid").st_ino

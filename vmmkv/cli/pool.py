@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..budget import parse_bytes
 from ..errors import ArgumentError
-from ..ledger import Ledger, folder
+from ..ledger import Book, Ledger, folder
 from ..lending import change_limit, change_reserve
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
@@ -66,13 +66,16 @@ def change(path: Path, limit: str | None, reserve: str | None) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """What a ledger says, in bytes."""
-    ledger = Ledger(path)
-    with ledger.locked() as book:
+
+    def shown(book: Book) -> dict[str, Any]:
         lines = book.lines[book.lines["pid"] != 0]
         processes = [
             {key: int(line[key]) for key in ("pid", "granted", "used", "reserved", "wanted")} for line in lines
         ]
-        found = {"name": path.stem, "limit": book.limit, "free": book.free, "processes": processes}
+        return {"name": path.stem, "limit": book.limit, "free": book.free, "processes": processes}
+
+    ledger = Ledger(path)
+    found = ledger.change(shown)
     ledger.close()
     return found
 

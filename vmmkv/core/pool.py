@@ -192,7 +192,7 @@ class Pool:
                     code = entries.commit(self.address, code, ask.address)
                     if code == FAILED:
                         error = self.failure(ask)
-            if code == NO_PAGES and self.gain_budget_for(ask):
+            if code == NO_PAGES and (self.sweep() or self.gain_budget_for(ask)):
                 continue
             if code != WAIT and code != SHORT and code != FAILED:
                 break
@@ -223,6 +223,14 @@ class Pool:
             each.end()
         if not self.unclosed:
             _with_unclosed.discard(self)
+
+    def sweep(self) -> bool:
+        """Ends sequences of all caches that were collected. Returns whether it has ended any."""
+        caches = [*self.members]
+        before = sum(len(cache.dead) for cache in caches)
+        for cache in caches:
+            cache.sweep()
+        return sum(len(cache.dead) for cache in caches) < before
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
