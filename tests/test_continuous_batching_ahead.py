@@ -120,3 +120,21 @@ def test_who_is_cancelled_before_it_forks_ends_nobody_else(model: PreTrainedMode
     finally:
         processor.reset()
         model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_requests_sleep_on_the_host_while_a_batch_is_ahead(model: PreTrainedModel) -> None:
+    expected, random, slept, memory = answers(model, Random(), 6, most=60, new=60), Random(), 0, pool(400)
+    rows.enable(model, pool=memory, max_seq_len=200)
+    with Served(model, cpu_offload_space=0.01, use_async_batching=True) as served:
+        names = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60)
+        done: dict[str, Any] = {}
+        while len(done) < len(names):
+            if slept < 5 and memory.stats().used_bytes:
+                slept += rows.sleep(model, offload=True) > 0
+                assert memory.stats().used_bytes == 0
+                rows.wake(model)
+            if result := served.manager.get_result(timeout=random.uniform(0, 0.01)):
+                done[result.request_id] = result
+    assert slept
+    assert [done[name].generated_tokens for name in names] == [each.tokens for each in expected]
