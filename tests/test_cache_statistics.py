@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from dataclasses import fields
 from random import Random
 from typing import Any
 
@@ -103,3 +104,14 @@ def test_shared_and_cached_tokens_are_counted_once(layout: vmmkv.KVLayout, large
     cache.trim()
     assert cache.stats().prefix_pages == 0
     cache.check()
+
+
+def test_statistics_are_printed_as_a_small_table() -> None:
+    with vmmkv.KVCache(LAYOUTS[0], 8, 400, max_bytes=600 * PAGE, device="cpu", page_size=PAGE) as cache:
+        sequence = cache.sequence(20)
+        for stats in (cache.stats(), cache.pool.stats()):
+            lines = str(stats).splitlines()
+            assert [line.split()[0] for line in lines] == [field.name for field in fields(stats)]
+            assert max(map(len, lines)) <= 80
+        assert "tokens               20" in str(cache.stats()).splitlines()
+        sequence.free()

@@ -105,8 +105,7 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
+            raise DtypeError(f"got dtype={self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
         self._check_scales()
         object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
         if self.num_layers < 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 FREE_PAGE = -1
 """In `KVCache.page_map`: the page exists and is mapped nowhere."""
@@ -20,6 +21,29 @@ SHARED_PAGE = -7
 KEPT_PAGE = -8
 """In `KVCache.page_map`: the page holds a cached prefix, and no token of a live sequence, on a row or on none. It can
 be reclaimed all the same: `stats()` counts it as surplus."""
+
+
+class Table:
+    """Prints the fields of a snapshot, a line each."""
+
+    def __str__(self) -> str:
+        names = [each.name for each in fields(self)]  # type: ignore[arg-type]
+        return "\n".join(f"{name:<20} {_text(name, getattr(self, name))}".rstrip() for name in names)
+
+
+def _text(name: str, value: Any) -> str:
+    """A field as people read it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(key, part)}" for key, part in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(each.name for each in value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name == "waste":
+        return f"{value:.1%}"
+    if isinstance(value, CallStats):
+        return f"{value.count:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value) if value is None else f"{value:,}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +78,7 @@ class AccountStats:
 
 
 @dataclass(frozen=True)
-class FramePoolStats:
+class FramePoolStats(Table):
     """A snapshot of a `FramePool`, in bytes.
 
     Attributes:
@@ -118,7 +142,7 @@ class MappedRange:
 
 
 @dataclass(frozen=True)
-class CacheStats:
+class CacheStats(Table):
     """A snapshot of a `KVCache`.
 
     Attributes:

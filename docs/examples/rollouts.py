@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import vmmkv
 import vmmkv.integrations.continuous_batching as rows
@@ -14,6 +14,7 @@ config = LlamaConfig(
 )  # fmt: skip
 torch.manual_seed(0)
 model: Any = LlamaForCausalLM(config)
+model.generation_config.update(max_new_tokens=16, do_sample=True, eos_token_id=-1)
 prompts = [torch.randint(1, 128, (12,)).tolist() for _ in range(4)]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 pool = vmmkv.FramePool("1GiB")
@@ -26,9 +27,8 @@ rows.enable(model, pool=pool, persistent=True, raise_errors=True)
 # --8<-- [start:loop]
 def rollout(copies: int = 4) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers: copies of a prompt share its pages."""
-    sampling = GenerationConfig(max_new_tokens=16, do_sample=True, pad_token_id=0, eos_token_id=-1)
     asked = [prompt for prompt in prompts for _ in range(copies)]
-    results = model.generate_batch(asked, generation_config=sampling, progress_bar=False)
+    results = model.generate_batch(asked, progress_bar=False)
     return list(zip(asked, (result.generated_tokens for result in results.values())))
 
 

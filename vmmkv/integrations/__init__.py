@@ -1,1 +1,6 @@
-"""vmmkv inside other libraries. Each module needs the library that it is named after."""
+"""What connects rows to transformers: `VmmCache`, continuous batching, the server."""
+
+from importlib.util import find_spec
+
+if find_spec("transformers") is None:
+    raise ModuleNotFoundError('vmmkv.integrations needs transformers: pip install "vmmkv[hf]"', name="transformers")
