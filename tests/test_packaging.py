@@ -105,6 +105,7 @@ LAYERS = [
     "pool_picture",
     "lending",
     "pool",
+    "opening",
     "snapshot",
     "picture",
     "sequence",

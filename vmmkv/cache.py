@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import html
-import os
 import threading
 import warnings
 from array import array
@@ -35,20 +34,21 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
-from .budget import budget_pages, pages_within, parse_bytes
+from .budget import pages_within
 from .core import entries
 from .core.addresses import check_address_space
 from .core.cache import Cache
 from .core.check import check
 from .core.pool import SLOTS_AT, TICK, Ask
 from .core.reordering import reorder
-from .driver.driver import Driver, fork_error, open_driver
+from .driver.driver import fork_error, open_driver
 from .driver.fence import Fence
 from .errors import ArgumentError, BusyError, LeakWarning, OutOfRowsError, UnsupportedError, VmmkvError
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
+from .opening import check_log, check_reserved, host_bytes_of, lookahead_of, pool_on
 from .pool import FramePool, check_pool_alone, holders
 from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention
@@ -61,9 +61,6 @@ from .transfer import receive
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
-
-LOOKAHEAD_PAGES = 4
-"""Pages of tokens mapped ahead by default, on a GPU."""
 
 
 class KVCache(Cache):
@@ -157,14 +154,14 @@ class KVCache(Cache):
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         overread = not_negative("overread", overread)
-        _check_reserved(pool, reserved)
+        check_reserved(pool, reserved)
         check_pool_alone(pool, device=device, page_size=page_size)
         self.owns_pool = pool is None
         memory = open_driver(device, page_size) if pool is None else pool
-        pool, limit = _pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+        pool, limit = pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
         row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
         check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
-        self.lookahead = _lookahead(lookahead, layout, pool)
+        self.lookahead = lookahead_of(lookahead, layout, pool)
         self.layout = layout
         super().__init__(
             pool,
@@ -183,7 +180,7 @@ class KVCache(Cache):
         """With debugging: where the last sequence of each row was started."""
         self._tells_leaks = pool.is_debugged
         self.account_name = pool.name(self)
-        self.host_tier = HostTier(proxy(self), _host_bytes(host_bytes), host_priority) if host_bytes else None
+        self.host_tier = HostTier(proxy(self), host_bytes_of(host_bytes), host_priority) if host_bytes else None
         self._export()
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
@@ -895,61 +892,6 @@ def _tell_unclosed() -> None:
             holder.tell_unclosed()
 
 
-def check_log(log: object) -> None:
-    """Raises `ArgumentError` for what is no log that can be a new cache's."""
-    if not isinstance(log, EventLog):
-        raise ArgumentError(f"got event_log={log!r}; it must be a vmmkv.events.EventLog")
-    log.check_new()
-
-
 def names_of(salt: Name, adapter: Name, tenant: Name) -> tuple[Name, Name, Name]:
     """Names as plain values. Raises `ArgumentError` for what is none."""
     return name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
-
-
-def _check_reserved(pool: FramePool | None, reserved: float | str) -> None:
-    """Raises `ArgumentError` for a reservation without a pool."""
-    if pool is None and reserved:
-        raise ArgumentError(
-            f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool that "
-            "it shares with others"
-        )
-
-
-def _pool_on(
-    memory: Driver | FramePool,
-    layout: KVLayout,
-    max_sequences: int,
-    max_bytes: float | str | None,
-    max_tokens: int | None,
-    overread: int,
-) -> tuple[FramePool, int | None]:
-    """Returns the pool that a cache lies on, its own on a driver or the given one, and the most pages that it may have
-    of a given one. Raises what `budget_pages` raises."""
-    if max_bytes is None and max_tokens is None:
-        if isinstance(memory, FramePool):
-            return memory, None
-        max_bytes = "80%"
-    pages = budget_pages(memory, layout, max_sequences, max_bytes, max_tokens, overread)
-    if isinstance(memory, FramePool):
-        return memory, pages
-    pool = FramePool.on(memory, pages * memory.page_size)
-    pool.is_shared = False
-    return pool, None
-
-
-def _host_bytes(size: float | str) -> int:
-    """Bytes of host memory; a share is of all that the host has."""
-    return parse_bytes(size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _lookahead(asked: int | None, layout: KVLayout, pool: FramePool) -> int:
-    """The tokens to map ahead: what was asked for, or else four pages of tokens on a GPU.
-
-    Raises:
-        LayoutError: it is no number of tokens.
-    """
-    if asked is None:
-        pages = 0 if pool.device.type == "cpu" else LOOKAHEAD_PAGES
-        return -(-pages * pool.page_size // min(layout.record_bytes))
-    return not_negative("lookahead", asked)
