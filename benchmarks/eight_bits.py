@@ -27,16 +27,14 @@ import torch
 import typer
 from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.layout import KV_DTYPES
 
-from .eight_bits_tables import logits_table, rounding_table
+from .environment import environment
+from .output import Lines, Row, deliver
 
-Row = dict[str, Any]
 OUTLIERS = 1, 10, 30
 """How many times the rest of K its outlier channels are."""
 CHANNELS = 4
@@ -101,14 +99,14 @@ def makers(config: Any, max_seq_len: int) -> dict[str, Callable[[], Cache]]:
     }
     groups = {"quanto 4 bits": ("quanto", 4, 0), "hqq 8 bits": ("hqq", 8, 1), "hqq 4 bits": ("hqq", 4, 1)}
     for name, (backend, nbits, axis) in groups.items():
-        if _installed(PACKAGES[backend]):
+        if installed(PACKAGES[backend]):
             caches[f"transformers {name}"] = lambda backend=backend, nbits=nbits, axis=axis: QuantizedCache(  # type: ignore[misc]
                 backend, config, nbits=nbits, axis_key=axis, axis_value=axis
             )
     return caches
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -191,9 +189,9 @@ def main(
         kept.append({"outliers": outliers, "error": round_trips(model)})
         for length in lengths or LENGTHS:
             rows += [{"outliers": outliers, "length": length, **row} for row in measure(model, length, batch, steps)]
-    result = {
+    result: Row = {
         "environment": environment(torch.device("cpu")),
-        "packages": {name: _installed(name) for name in ("transformers", *PACKAGES.values())},
+        "packages": {name: installed(name) for name in ("transformers", *PACKAGES.values())},
         "channels": CHANNELS,
         "layers": layers,
         "tokens": batch * steps,
@@ -201,14 +199,51 @@ def main(
         "round_trips": kept,
         "logits": rows,
     }
-    if json_output:
-        print_result(result)
-    else:
-        for title, (columns, lines) in {
-            "Logits' distance from those of a cache of fp32, and the same first choice": logits_table(result),
-            "Off by, of the norm": rounding_table(result),
-        }.items():
-            console.print(make_table(title, columns, lines))
+    distances = "Logits' distance from those of a cache of fp32, and the same first choice"
+    deliver(result, json_output, {distances: logits_table, "Off by, of the norm": rounding_table})
+
+
+def logits_table(result: Row) -> Lines:
+    """A line for each cache and length of prompts, a column for each kind of outliers."""
+    found = {(row["cache"], row["length"], row["outliers"]): row for row in result["logits"]}
+    kinds = sorted({row["outliers"] for row in result["logits"]})
+    lines = []
+    for length, cache in dict.fromkeys((row["length"], row["cache"]) for row in result["logits"]):
+        of = [found[cache, length, kind] for kind in kinds]
+        lines.append((f"{length:,}", cache, *(f"{row['distance']:.1%}, {row['agreement']:.0%}" for row in of)))
+    return ("prompt", "K and V in", *(_outliers(kind) for kind in kinds)), lines
+
+
+HEAD_DIM = 128
+SCALES = "fp32", "fp16"
+"""Of a token and head; those that are kept are the first."""
+
+
+def tokens_for_bf16(scales: str) -> float:
+    """Tokens in the bytes of one in bf16, with scales: by arithmetic, of any number of heads of `HEAD_DIM`."""
+    scale_bytes = {"fp32": 4, "fp16": 2}[scales]
+    return 2 * HEAD_DIM / (HEAD_DIM + scale_bytes)
+
+
+def rounding_table(result: Row) -> Lines:
+    """A line for each format: how far it is off, of the norm, and how much more fits."""
+    kept = result["round_trips"]
+    lines = [
+        (
+            f"vmmkv {name}",
+            f"{error:.2%}",
+            *(f"{of['error'][name]['K']:.2%}, {of['error'][name]['V']:.2%}" for of in kept),
+            *(f"{tokens_for_bf16(scales):.2f}" for scales in SCALES),
+        )
+        for name, error in result["attention"].items()
+    ]
+    columns = [f"K, V: {_outliers(of['outliers'])}" for of in kept]
+    columns += [f"tokens for one in bf16, scales in {scales} (arithmetic)" for scales in SCALES]
+    return ("K and V in", "attention to normal K and V", *columns), lines
+
+
+def _outliers(times: int) -> str:
+    return f"outliers of K {times} x" if times > 1 else "no outliers"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What mapping ahead, and large frames, are worth: what a caller waits for with them, and without.
+"""What a caller waits for with mapping ahead and large frames, and without.
 
     python -m benchmarks.mapper [--device cuda] [--steps 2000] [--rounds 3] [--json]
 
 Decoding: a step extends all sequences by a token and waits for a piece of work on the device that takes as long as a
 step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: the same, with
-small kernels launched one by one from the host instead, and launches beside a mapper that never rests. Prompts: onto a
-pool that is empty, and after a trim, with large frames and without. What is compared takes turns.
+small kernels launched one by one from the host instead, and launches beside a mapper that never rests. Prompts: onto an
+empty pool, and after a trim, with large frames and without. What is compared takes turns.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.driver.driver import Driver
 from vmmkv.workload import conversations
 
-from .geometry import memory_of, open_geometry
+from .environment import environment
+from .geometry import memory_of, open_geometry, synchronize
+from .output import Lines, Row, deliver
 
-Row = dict[str, Any]
-WAYS = MAPPED, AHEAD, IN_NEED = ("mapped before", "mapper", "no mapper")
+MAPPED, AHEAD, IN_NEED = "mapped before", "mapper", "no mapper"
 FRAMES = LARGE, SINGLE = ("large frames", "single pages")
 PROMPT_ROUNDS = 10
 LAUNCH_STEPS = 300
@@ -58,9 +58,8 @@ class Bench(NamedTuple):
         return self.driver.device.type == "cuda"
 
     def wait(self) -> None:
-        """For the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.driver.device)
+        """Wait for the device."""
+        synchronize(self.driver.device)
 
     def rounds(self, name: str, count: int) -> Iterator[int]:
         """Numbers of rounds, as long as there is time."""
@@ -103,10 +102,12 @@ def main(
     result["restless"] = restless(bench, rounds)
     result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
     result["missed"] = bench.missed
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    titles = (
+        f"Decoding {sequences} sequences, steps of {step_ms:g} ms",
+        "Launching small kernels",
+        "Waiting for prompts",
+    )
+    deliver(result, json_output, dict(zip(titles, (decode_table, launch_table, prompt_table))))
 
 
 # ------------------------------------------------------------------ decoding
@@ -139,25 +140,30 @@ def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
 
 
 def decoding(bench: Bench, sequences: int, steps: int, rounds: int, work: Callable[[], None]) -> list[Row]:
-    """A row for each way; the one without a mapper, which is only looked at, has one round."""
-    found: dict[str, list[Row]] = {way: [] for way in WAYS}
-    for number in bench.rounds("decoding", rounds):
-        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
-            found[way].append(decode(bench, way, sequences, steps, work))
+    """A row for each way; the way without a mapper has one round."""
+    found = turns(bench, "decoding", sequences, steps, rounds, work)
     for _ in bench.rounds("decoding without a mapper", 1):
-        found[IN_NEED].append(decode(bench, IN_NEED, sequences, steps, work))
+        found[IN_NEED] = [decode(bench, IN_NEED, sequences, steps, work)]
     return rows_of(found, "seconds")
 
 
 def launching(bench: Bench, sequences: int, steps: int, rounds: int, launches: int) -> list[Row]:
     """Microseconds of the host for a launch, while rows grow that were mapped before, and beside the mapper."""
-    work = eager_work(bench, launches)
-    found: dict[str, list[Row]] = {way: [] for way in (MAPPED, AHEAD)}
-    for number in bench.rounds("launching", rounds):
-        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
-            row = decode(bench, way, sequences, steps, work)
-            found[way].append(row | {"launch_us": row["work_us"] / launches})
+    found = turns(bench, "launching", sequences, steps, rounds, eager_work(bench, launches))
+    for row in (row for each in found.values() for row in each):
+        row["launch_us"] = row["work_us"] / launches
     return rows_of(found, "launch_us")
+
+
+def turns(
+    bench: Bench, name: str, sequences: int, steps: int, rounds: int, work: Callable[[], None]
+) -> dict[str, list[Row]]:
+    """By way, a row of each round, of rows mapped before and of rows with a mapper in turns."""
+    found: dict[str, list[Row]] = {MAPPED: [], AHEAD: []}
+    for number in bench.rounds(name, rounds):
+        for way in (MAPPED, AHEAD)[:: -1 if number % 2 else 1]:
+            found[way].append(decode(bench, way, sequences, steps, work))
+    return found
 
 
 @contextmanager
@@ -330,28 +336,11 @@ def start_after_trim(bench: Bench, cache: KVCache, lengths: list[int]) -> float:
     return milliseconds
 
 
-# ------------------------------------------------------------------ what comes of it
+# ------------------------------------------------------------------ tables
 
 
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def show(result: Row) -> None:
-    """Prints a table for each part that was reached."""
-    for title, (columns, rows) in {
-        f"Decoding {result['sequences']} sequences, steps of {result['step_ms']:g} ms": decode_table(result),
-        "Launching small kernels": launch_table(result),
-        "Waiting for prompts": prompt_table(result),
-    }.items():
-        if rows:
-            console.print(make_table(title, columns, rows))
-    for what in result["missed"]:
-        console.print(f"not reached in time: {what}")
-
-
-Lines = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Columns of a table, and its rows."""
 
 
 def decode_table(result: Row) -> Lines:

@@ -2,17 +2,13 @@
 
     python -m benchmarks.pools [--device cuda] [--model NAME]... [--memory 8GiB] [--json]
 
-Bursts come in turns: all requests of one at once, and the next when the one before has been served, as where one model
-reads what the other wrote. A model has nothing to do in the other's turn, and no turn leaves the device idle. On one
-pool each finds all memory then, in halves never more than its own. That is worth as much as a burst needs more than a
-half: one that fits in a half is served as fast there; of one that waits for memory most of the time, twice the memory
-takes twice the requests at a time, until computing takes longer than reading weights. So bursts have several sizes, and
-K and V as much memory as two models of 16 GB leave on a card of 40; `crowded` says for which part of the time requests
-waited for memory.
+Bursts come in turns: all requests of one model at once, and those of the other when the burst has been served, as where
+one model reads what the other wrote. On one pool each burst finds all memory, in halves never more than its own. That
+is worth as much as a burst needs more than a half; `crowded` is the share of the time in which requests wait for
+memory. And how long memory takes to move: one cache fills the pool and is left, and the next prompts come to the other.
 
-And how long memory takes to move: one cache fills the pool and is left, and the next prompts come to the other. The
-models have random weights; the same name twice is two caches over the same weights. Without a GPU they are tiny, and
-speeds say nothing.
+The models have random weights; the same name twice is two caches over the same weights. Without a GPU they are tiny,
+and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -23,47 +19,49 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.progress import Progress
 
-from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
-from vmmkv.cli.output import console, errors, format_bytes, make_table
+from vmmkv.cli.output import errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
 from .engine.engine import Engine
 from .engine.model import MODELS, random_model
-from .engine.vmm import memory_for
+from .engine.rows import memory_for
+from .environment import environment
+from .geometry import calls_of, synchronize
+from .output import Lines, Row, deliver
 from .serve import options
 from .serve.measure import Settings, figures, free_memory, make_engine
-from .serve.workloads import Limits, Usual, Workload, make_workload
+from .serve.workloads import Limits, Workload, make_workload
 
-Row = dict[str, Any]
 MODES = SHARED, HALVES = ("one pool", "a fixed half each")
-KEPT = (
-    "seconds",
-    "output_tokens_per_s",
-    "peak_concurrency",
-    "crowded_concurrency",
-    "preemptions",
-    "ttft_s",
-    "peak_bytes",
-    "step_ms",
-)
+KEPT = "seconds", "output_tokens_per_s", "peak_concurrency", "preemptions", "ttft_s", "peak_bytes"
 """Figures of a burst."""
 MOVED = 10 << 30
 """Bytes that the time of a move is told for."""
-
-
 SIZES = [60, 150, 240]
 """Requests of a burst."""
 IN_TIME = 5.0
 """Seconds in which a first token is in time."""
+
+
+class Usual(NamedTuple):
+    """The defaults of a kind of machine."""
+
+    model: str
+    memory: str
+    max_seq_len: int
+    prompt_tokens: int
+    shorten: int
+
+
 GPU = Usual("llama-3.1-8b", "4GiB", 8192, 8192, shorten=1)
 HOST = Usual("tiny", "512KiB", 256, 128, shorten=16)
 
@@ -107,9 +105,6 @@ def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
         "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
         "unfinished": len(run.outputs) - run.finished,
         "driver_ms": sum(done.driver_seconds.values()) * 1e3,
-        "driver_seconds": dict(done.driver_seconds),
-        "mapper_seconds": dict(done.mapper_seconds),
-        "pages_mapped": dict(done.pages_mapped),
     }
 
 
@@ -142,7 +137,7 @@ def move(
 
 def fill(cache: KVCache, count: int, prompt: int, device: torch.device) -> Row:
     """Starts `count` sequences of a prompt each and frees them; returns what it took until all had their memory."""
-    calls = driver_calls(cache)
+    calls = sum(calls_of(cache).values())
     slowest, begin = 0.0, perf_counter()
     sequences = []
     for _ in range(count):
@@ -152,20 +147,15 @@ def fill(cache: KVCache, count: int, prompt: int, device: torch.device) -> Row:
     seconds = perf_counter() - begin
     nbytes = cache.stats().pages["used"] * cache.page_size
     cache.free(sequences)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return {
         "bytes": nbytes,
         "prompts": count,
         "ms": seconds * 1e3,
         "slowest_prompt_ms": slowest * 1e3,
         "ms_per_10_gib": seconds * 1e3 * MOVED / nbytes,
-        "driver_calls": driver_calls(cache) - calls,
+        "driver_calls": sum(calls_of(cache).values()) - calls,
     }
-
-
-def driver_calls(cache: KVCache) -> int:
-    return sum(call.count for call in cache.stats().driver_calls.values())
 
 
 # ------------------------------------------------------------------ the whole
@@ -211,11 +201,8 @@ def main(
     for large in (True, False):
         result["moves"] += move(layouts, moved, prompt, driver.device, lookahead, large)
     measure(result, settings, works, layouts, bursts, rounds)
-    result["comparisons"] = compare(result)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    tables = {"Memory that moves": move_table}
+    deliver(result, json_output, {f"{' and '.join(names)}, bursts in turns": table, **tables})
 
 
 def begin_result(names: list[str], settings: Settings, works: dict[int, list[Workload]], prompt: int) -> Row:
@@ -285,44 +272,8 @@ def measure(
             result["runs"].append({"requests": size, "mode": mode} | chosen | {"rounds": speeds})
 
 
-def compare(result: Row) -> list[Row]:
-    """Compares one pool with fixed halves, and single pages with large frames."""
-    found: list[Row] = []
-    runs = {(run["requests"], run["mode"]): run for run in result["runs"]}
-    for size in sorted(result["requests"]):
-        if {(size, mode) for mode in MODES} <= runs.keys():
-            shared, halves = (runs[size, mode] for mode in MODES)
-            value = shared["tokens_per_s"] / halves["tokens_per_s"]
-            found.append({"what": f"bursts of {size}: tokens/s of both, one pool over fixed halves", "value": value})
-            if halves["tokens_in_time_per_s"]:
-                value = shared["tokens_in_time_per_s"] / halves["tokens_in_time_per_s"]
-                what = f"bursts of {size}: tokens/s of requests with a first token within {result['in_time_s']:g} s"
-                found.append({"what": what, "value": value})
-    for large in (True, False):
-        times = [row["ms_per_10_gib"] for row in result["moves"] if row["filled"] and row["large_frames"] == large]
-        found.append({"what": f"ms until 10 GiB have moved, {frames(large)}", "value": median(times)})
-    return found
-
-
-def show(result: Row) -> None:
-    """Prints a column for each mode, and a line for each move."""
-    title = f"{' and '.join(result['models'])} on {result['environment']['device']}, bursts in turns"
-    console.print(make_table(title, ("what", *columns(result)), table(result)))
-    title = f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens"
-    console.print(make_table(title, MOVES, moves(result)))
-    for row in result["comparisons"]:
-        console.print(f"{row['what']}: {row['value']:.3g}")
-    for what in result["missed"]:
-        console.print(f"not reached in time: {what}")
-
-
-def columns(result: Row) -> list[str]:
-    """The name of each run."""
-    return [f"{run['mode']}, bursts of {run['requests']}" for run in result["runs"]]
-
-
-def table(result: Row) -> list[tuple[str, ...]]:
-    """What is told of each run: a name, and a cell for each."""
+def table(result: Row) -> Lines:
+    """A column for each run, a line for each figure."""
 
     def peak(run: Row, key: str) -> float:
         return max(burst[key] for burst in run["bursts"])
@@ -340,24 +291,17 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "driver calls, ms a burst": lambda run: f"{median(b['driver_ms'] for b in run['bursts']):,.0f}",
         "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
     }
-    return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
+    columns = "", *(f"{run['mode']}, bursts of {run['requests']}" for run in result["runs"])
+    return columns, [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
 
 
-def frames(large: bool) -> str:
-    """What memory moves in."""
-    return "large frames" if large else "single pages"
-
-
-MOVES = "prompts come to", "in", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
-"""Columns of the table of moves."""
-
-
-def moves(result: Row) -> list[tuple[str, ...]]:
-    """A line for each time that the pool was filled: for whom, and what it took."""
-    return [
+def move_table(result: Row) -> Lines:
+    """A line for each time that the pool was filled."""
+    columns = "prompts come to", "in", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
+    return columns, [
         (
             f"{result['models'][row['to']]} ({'from the other' if row['filled'] else 'from an empty pool'})",
-            frames(row["large_frames"]),
+            "large frames" if row["large_frames"] else "single pages",
             format_bytes(row["bytes"]),
             f"{row['ms']:,.1f}",
             f"{row['ms_per_10_gib']:,.0f}",

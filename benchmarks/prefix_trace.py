@@ -19,21 +19,22 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.events import EventLog, Removed
 from vmmkv.workload import TraceError, read_trace
 
-Row = dict[str, Any]
+from .environment import environment
+from .output import Lines, Row, deliver
+
 Ids = npt.NDArray[np.int64]
 Blocks = tuple[int, ...]
 """Ids of a prompt's blocks."""
@@ -175,19 +176,15 @@ def main(
         "page_tokens": PAGE_TOKENS,
         "runs": [measure(requests, prompts, *budget) for budget in budgets],
     }
-    if json_output:
-        print_result(result)
-    else:
-        title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
-        console.print(make_table(title, *hit_table(result)))
+    title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
+    deliver(result, json_output, {title: table})
     if not result["runs"][-1]["exact"]:
         raise AssertionError("with room for all the cache does not find what the trace says was there before")
 
 
-def hit_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns of a table, and a line for each budget."""
-    columns = "pages", "on the host", "found", "optimum", "ratio", "evicted"
-    return columns, [
+def table(result: Row) -> Lines:
+    """A line for each budget."""
+    return ("pages", "on the host", "found", "optimum", "ratio", "evicted"), [
         (
             "room for all" if row["pages"] > result["distinct_blocks"] else f"{row['pages']:,}",
             f"{row['host_pages']:,}",

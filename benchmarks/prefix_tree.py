@@ -1,11 +1,11 @@
-"""What finding a prompt's beginning costs, in a tree of many pages, beside a dictionary of block hashes.
+"""Host time to find the beginning of a prompt in a tree of many pages, beside a dictionary of block hashes.
 
     python -m benchmarks.prefix_tree [--pages 100000] [--tokens 8192] [--json]
 
 The tree holds conversations that begin with one of a few system prompts. Prompts of the same length differ in how much
 of them is cached. The dictionary is the usual way with block tables: each block of a page's tokens is looked up by a
 SHA-256 of its ids and of the block before. Both must find the same. Then new conversations: a commit, the next turn on
-the row of the last one, a hit beside it; and pages that are evicted. All times are the host's; the driver does nothing.
+the row of the last one, a hit beside it; and pages that are evicted. The driver does nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy.typing as npt
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, Sequence
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.driver.host import NullDriver
 from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes, ids_of
 
-from .geometry import LAYOUT
+from .environment import environment
+from .geometry import LAYOUT, calls_of, calls_since
+from .output import Lines, Row, deliver
 from .prefixes import TURN
-from .sharing import calls_of, calls_since
 
 Ids = npt.NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def main(
     hashes = BlockHashes()
     for ids in conversations:
         hashes.insert(ids)
-    result: dict[str, Any] = {
+    result: Row = {
         "environment": environment(torch.device("cpu")),
         "pages": len(hashes.blocks),
         "page_tokens": PAGE_TOKENS,
@@ -99,10 +99,8 @@ def main(
         ]
     with errors.status("changing"):
         result["changes"] = changes(cache, tokens, max(repeats // 10, 1), rng)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    title = f"Prompts of {tokens:,} tokens, {result['pages']:,} pages"
+    deliver(result, json_output, {title: table, "Changes": change_table})
 
 
 def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[KVCache, list[Ids]]:
@@ -136,7 +134,7 @@ def make_prompts(conversations: list[Ids], tokens: int, rng: np.random.Generator
     }
 
 
-def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: int) -> dict[str, Any]:
+def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: int) -> Row:
     """Microseconds of a look-up, prompts taking turns; and of the same blocks in the dictionary, a tenth as often."""
     prefixes = cache.prefixes
     assert prefixes is not None
@@ -174,7 +172,7 @@ def spread(times: list[float]) -> dict[str, float]:
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
-def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
+def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator) -> Row:
     """Microseconds to commit a new conversation, of its next turn, of a hit beside that, and to evict a page."""
     took: dict[str, list[float]] = {"commit_us": [], "next_turn_us": [], "hit_us": [], "evict_us_a_page": []}
     begun: list[Sequence] = []
@@ -207,32 +205,32 @@ def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator)
     while pages := cache.prefixes.evict(BATCH):
         took["evict_us_a_page"].append((perf_counter() - began) * 1e6 / pages)
         began = perf_counter()
-    found: dict[str, Any] = {name: spread(values) for name, values in took.items()}
+    found: Row = {name: spread(values) for name, values in took.items()}
     return found | {"next_turn_calls": calls, "evicted_at_a_time": BATCH}
 
 
-def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns, and a line for each kind of prompt."""
-    rows: list[tuple[str, ...]] = [
+def table(result: Row) -> Lines:
+    """A line for each kind of prompt."""
+    return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), [
         (
             row["prompt"],
             f"{row['found_tokens']:,}",
-            f"{row['us']['median']:.1f} ({row['us']['p10']:.1f} to {row['us']['p90']:.1f})",
+            ranged(row["us"]),
             f"{row['mb_per_s']:,.0f}",
             f"{row['hashes_us']['median']:,.1f}",
         )
         for row in result["matches"]
     ]
-    return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), rows
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints a line for each kind of prompt."""
-    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages"
-    console.print(make_table(title, *table(result)))
-    for name, row in result["changes"].items():
-        if isinstance(row, dict):
-            console.print(f"{name}: {row['median']:.1f} ({row['p10']:.1f} to {row['p90']:.1f})")
+def change_table(result: Row) -> Lines:
+    """A line for each kind of change."""
+    changes = [(name, row) for name, row in result["changes"].items() if isinstance(row, dict)]
+    return ("change", "µs"), [(name, ranged(row)) for name, row in changes]
+
+
+def ranged(took: dict[str, float]) -> str:
+    return f"{took['median']:.1f} ({took['p10']:.1f} to {took['p90']:.1f})"
 
 
 if __name__ == "__main__":

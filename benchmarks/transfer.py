@@ -1,4 +1,4 @@
-"""What it takes to send a sequence to another process: the bytes of its row, against plain tensors and against blocks.
+"""Bandwidth to send a sequence to another process, beside plain tensors and beside blocks.
 
     python -m benchmarks.transfer [--device cuda] [--tokens 32768] [--rounds 20] [--json]
 
@@ -18,20 +18,21 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, format_bytes, make_table
+from vmmkv.cli.output import format_bytes
 from vmmkv.driver.driver import open_driver
 
-from .geometry import layout_on
+from .environment import environment
+from .geometry import layout_on, synchronize
+from .output import Lines, Row, deliver
 from .processes import run_processes
 
 SENDER, RECEIVER = 0, 1
@@ -40,8 +41,6 @@ PIECE = 32 << 10
 WARM_UP = 3
 """Rounds that are not counted: NCCL connects, the receiver's row gets its pages."""
 PLAIN, SENT, SENT_NEW = "plain tensors", "send() and receive()", "send() and receive(), onto new pages"
-
-Row = dict[str, Any]
 
 
 # ------------------------------------------------------------------ ways
@@ -221,11 +220,6 @@ def meet(device: torch.device) -> None:
     synchronize(device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # ------------------------------------------------------------------ the whole
 
 
@@ -250,17 +244,15 @@ def main(
         "rounds": rounds,
         "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
     }
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    deliver(result, json_output, {f"{format_bytes(tokens * token_bytes)} to another process, {place}": table})
 
 
 def measure(on_gpus: bool, tokens: int, rounds: int) -> dict[str, list[float]]:
     """By way, the seconds of each round, of two processes that are made for it."""
     with TemporaryDirectory() as folder:
         run_processes(2, work, folder, on_gpus, tokens, rounds)
-        return json.loads((Path(folder) / "result.json").read_text())
+        found: dict[str, list[float]] = json.loads((Path(folder) / "result.json").read_text())
+        return found
 
 
 def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
@@ -281,15 +273,8 @@ def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
     return rows
 
 
-def show(result: Row) -> None:
-    """Prints a line for each way."""
-    size = format_bytes(result["tokens"] * result["token_bytes"])
-    title = f"{size} to another process, {result['environment']['device']}, {result['backend']}"
-    console.print(make_table(title, *way_table(result)))
-
-
-def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns, and a line for each way."""
+def table(result: Row) -> Lines:
+    """A line for each way."""
     return ("", "ms", "GB/s", "of plain tensors"), [
         (
             row["way"],

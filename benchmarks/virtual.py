@@ -10,41 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
-from vmmkv.core import entries, mapper
-from vmmkv.core.pool import Ask, Pool
-from vmmkv.core.tables import RING
 from vmmkv.driver.host import NullDriver
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
 """`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
 layer, `token-major` one for all of them: both are a `KVCache`."""
-FRAMES = ("single pages", "large frames", "large frames, and pages ahead")
-"""What lies under the rows of `token-major`, which has the second. The third has the lookahead that is usual on a
-GPU."""
-
-
-class Rested:
-    """A mapper without a thread: it works only when it is called."""
-
-    error = None
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool, self.ask = pool, Ask()
-
-    def ring(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-    def work(self) -> bool:
-        """Makes one change, as the mapper's thread does. Returns whether it has mapped pages."""
-        with self.pool.lock:
-            code = entries.plan_ahead(self.pool.address, mapper.FRAMES, self.ask.address)
-            if code <= RING:
-                return False
-            entries.run(self.pool.address, code, 1)
-            return bool(entries.commit(self.pool.address, code, self.ask.address) >= 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,32 +72,19 @@ class BlockPool:
 def make_allocator(
     scheme: str, layout: KVLayout, budget: int, max_seq_len: int, max_sequences: int
 ) -> KVCache | BlockPool:
-    """An allocator of one of `SCHEMES`, or `FRAMES`, over `budget` bytes."""
+    """An allocator of one of `SCHEMES` over `budget` bytes."""
     if scheme == "per layer":
         # K and V of each layer as layers of their own, which have no V.
         heads, width = layout.num_kv_heads, layout.head_dim
         layout = KVLayout(2 * layout.num_layers, heads, width, layout.dtype, v_head_dim=0, layers_per_range=1)
-    if scheme in ("per layer", "token-major", *FRAMES):
+    if scheme in ("per layer", "token-major"):
         pool = FramePool.on(NullDriver(budget), budget)
-        pool.mapper = Rested(pool)
-        # One row more than there could be pages for: what runs out is memory.
+        # One row more than there could be pages for: memory runs out, not rows.
         rows = min(max_sequences, budget // pool.page_size // len(layout.record_bytes) + 1)
-        large = scheme not in ("per layer", FRAMES[0])  # elsewhere a range per layer has pages of one size
-        ahead = -(-4 * pool.page_size // layout.token_bytes) if scheme == FRAMES[2] else 0
-        return KVCache(layout, rows, max_seq_len, pool=pool, large_frames=large, lookahead=ahead)
+        large = scheme == "token-major"  # a range for each layer has pages of one size
+        return KVCache(layout, rows, max_seq_len, pool=pool, large_frames=large, lookahead=0)
     block_tokens = max_seq_len if scheme == "static" else int(scheme.removeprefix("block "))
     return BlockPool(budget // (block_tokens * layout.token_bytes), block_tokens)
-
-
-def map_ahead(allocator: KVCache | BlockPool) -> None:
-    """Has a mapper do all that it would do in the background."""
-    while isinstance(allocator, KVCache) and isinstance(allocator.pool.mapper, Rested) and allocator.pool.mapper.work():
-        pass
-
-
-def mapped_bytes(cache: KVCache) -> int:
-    """Bytes that are mapped under and behind live sequences, whether others can have them or not."""
-    return sum(mapped.nbytes for mapped in cache.mapped_ranges() if mapped.owner >= 0)
 
 
 def used_bytes(allocator: KVCache | BlockPool, layout: KVLayout) -> int:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,38 +20,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine.attention import Attend, Batch, Write, numba_attention
-from benchmarks.engine.checkpoints import load_model
-from benchmarks.engine.engine import BACKENDS, REUSING, Engine
+from benchmarks.batching import shape_of
+from benchmarks.engine.attention import Attend, Batch, Write
+from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
+from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.groups import Beginnings
 from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
-from benchmarks.engine.paged import PagedKV
-from benchmarks.engine.reusing_blocks import ReusingPagedKV
-from benchmarks.engine.reusing_rows import ReusingVmmKV
+from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import HEADROOM, Schedule, Step
-from benchmarks.engine.suspending import SuspendingVmmKV, costs
-from benchmarks.engine.vmm import OVERREAD, VmmKV
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng()
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 VOCABULARY = 97
 GPU_CONFIG = Config(VOCABULARY, 256, 256, 4, 8, 2, 64)
 """4 KiB a token in float32."""
-KINDS = {"Llama": {"rope_parameters": LLAMA3}, "Qwen3": {"tie_word_embeddings": True}}
+KINDS = {
+    "Llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "Qwen3": {"tie_word_embeddings": True},
+}
 
 
-def reference_model(kind: str, folder: Path, device: torch.device) -> transformers.PreTrainedModel:
-    """A random model of transformers, saved. On a GPU its tokens are so large that pages are few."""
+def reference_model(kind: str, device: torch.device) -> transformers.PreTrainedModel:
+    """A random model of transformers. On a GPU its tokens are so large that pages are few."""
     gpu = device.type == "cuda"
     sizes = {
         "vocab_size": VOCABULARY,
@@ -66,9 +57,30 @@ def reference_model(kind: str, folder: Path, device: torch.device) -> transforme
         "eos_token_id": None,
     }
     config = getattr(transformers, f"{kind}Config")(**sizes, **KINDS[kind], initializer_range=0.2)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    model.save_pretrained(folder)
-    return model.to(device)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval().to(device)
+
+
+def same_model(reference: transformers.PreTrainedModel) -> Model:
+    """The engine's model with the same weights."""
+    config = shape_of(reference.config)
+    tensors = reference.state_dict()
+
+    def read(*names: str) -> torch.Tensor:
+        return torch.cat([tensors[f"model.{name}.weight"] for name in names])
+
+    weights = {"embed": read("embed_tokens"), "norm": read("norm"), "lm_head": tensors["lm_head.weight"]}
+    for layer in range(config.num_layers):
+        at, attention = f"layers.{layer}", f"layers.{layer}.self_attn"
+        weights[f"{layer}.input_norm"] = read(f"{at}.input_layernorm")
+        weights[f"{layer}.post_norm"] = read(f"{at}.post_attention_layernorm")
+        weights[f"{layer}.qkv"] = read(*(f"{attention}.{name}_proj" for name in "qkv"))
+        weights[f"{layer}.o"] = read(f"{attention}.o_proj")
+        weights[f"{layer}.gate_up"] = read(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+        weights[f"{layer}.down"] = read(f"{at}.mlp.down_proj")
+        if config.qk_norm:
+            norms = zip("qk", (config.num_heads, config.num_kv_heads))
+            weights[f"{layer}.qk_norm"] = torch.cat([read(f"{attention}.{n}_norm").expand(c, -1) for n, c in norms])
+    return Model(config, weights, 512)
 
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -118,10 +130,10 @@ def check_nothing_is_kept(engine: Engine, backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_backends_generate_what_transformers_would_without_a_cache(kind: str, device: str, tmp_path: Path) -> None:
+def test_all_backends_generate_what_transformers_would_without_a_cache(kind: str, device: str) -> None:
     where = torch.device(device)
-    reference = reference_model(kind, tmp_path, where)
-    model = load_model(tmp_path, 512, where, torch.float32)
+    reference = reference_model(kind, where)
+    model = same_model(reference)
     layout = KVLayout(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, torch.float32)
     page = 2 << 20 if device == "cuda" else 16 * layout.token_bytes
     page_tokens = page // layout.token_bytes
@@ -216,16 +228,15 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV, SuspendingVmmKV])
+@pytest.mark.parametrize(("backend", "suspend"), [(ReusingPagedKV, False), (VmmKV, False), (VmmKV, True)])
 @given(batch=batches(), late=st.booleans())
 @settings(max_examples=15 * ROUNDS)
 def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
-    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
+    backend: type[PagedKV | VmmKV], suspend: bool, batch: tuple[list[int], list[int], int, int, int], late: bool
 ) -> None:
     """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
     prompts, outputs, blocks, max_sequences, chunk = batch
     layout = KVLayout(1, 1, 64, torch.float32)
-    suspend = backend is SuspendingVmmKV
     options = {"host_bytes": 100 * layout.token_bytes, "tokens_per_s": 1.0} if suspend else {}
     kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU, **options)
     ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
@@ -335,14 +346,7 @@ def test_preempted_requests_are_suspended_where_that_is_cheaper_and_there_is_roo
     check_nothing_is_kept(engine, "vmm")
 
 
-def test_copies_cost_less_where_a_model_computes_slowly_and_its_tokens_are_small() -> None:
-    token_bytes, tokens_per_s = int(RNG.integers(1 << 10, 1 << 20)), float(RNG.uniform(1e3, 1e6))
-    found = costs(token_bytes, tokens_per_s)
-    assert found["copies_us_per_token"] == pytest.approx(2 * token_bytes / 55e3)
-    assert found["suspends"] == (tokens_per_s * 2 * token_bytes < 55e9)
-
-
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_reuse_generates_the_same_tokens(backend: str) -> None:
     model = tiny_model()
     system = torch.from_numpy(RNG.integers(0, VOCABULARY, 50))
@@ -365,7 +369,7 @@ def test_reuse_generates_the_same_tokens(backend: str) -> None:
     check_nothing_is_kept(engine, backend)
 
 
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: bool) -> None:
     model = tiny_model()
@@ -382,7 +386,7 @@ def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: 
     assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
 
 
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
     model = tiny_model()
     prompts, outputs = random_requests(4, 16, 96)
@@ -396,7 +400,7 @@ def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(bac
     check_nothing_is_kept(engine, backend)
 
 
-@pytest.mark.parametrize("backend", ["vmm", "paged"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
     model = tiny_model()
     prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
@@ -515,11 +519,11 @@ FULL = [15] * 4, [30] * 4, 8, 4, 60
 
 
 @pytest.mark.parametrize("backend", ["vmm", "paged", "vmm, reuse", "paged, reuse", "vmm, suspend"])
-@given(batch=batches(), wait=st.booleans(), unknown=st.booleans(), late=st.booleans(), graphs=st.booleans())
-@example(batch=FULL, wait=False, unknown=False, late=False, graphs=True)
+@given(batch=batches(), wait=st.booleans(), late=st.booleans(), graphs=st.booleans())
+@example(batch=FULL, wait=False, late=False, graphs=True)
 @settings(max_examples=4 * ROUNDS)
 def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
-    backend: str, batch: tuple[list[int], list[int], int, int, int], wait: bool, unknown: bool, late: bool, graphs: bool
+    backend: str, batch: tuple[list[int], list[int], int, int, int], wait: bool, late: bool, graphs: bool
 ) -> None:
     """In each way to serve it, also when what others have computed is there already."""
     sizes, outputs, blocks, max_sequences, chunk = batch
@@ -541,7 +545,7 @@ def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
     )
     engine.tokens[max_tokens] = 1
     for _ in range(2):
-        run = engine.run(prompts, outputs, wait=wait, unknown=unknown)
+        run = engine.run(prompts, outputs, wait=wait)
         check_greedy(logits_without_cache(model), prompts, run)
         assert run.finished == len(prompts)
         assert run.generated == sum(outputs)
@@ -578,7 +582,7 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
     )
     prompts, outputs = random_requests(40, 700, 40)
     found = []
-    for backend, graphs in (("vmm", True), ("paged", True), ("static", True), ("vmm", False)):
+    for backend, graphs in (("vmm", True), ("paged", True), ("vmm", False)):
         engine = Engine(model, backend, 256 << 20, 40, 1024, 100_000, chunk=512, graphs=graphs)
         run = engine.run(prompts, outputs)
         assert bool(engine.graphs) == bool(engine.prompt_graphs) == graphs
@@ -586,48 +590,14 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
         check_nothing_is_kept(engine, backend)
         engine.close()
         found.append([run.output(request) for request in range(len(prompts))])
-    rows, paged, static, ungraphed = found
+    rows, paged, ungraphed = found
     assert [request for request in range(len(prompts)) if rows[request] != paged[request]] == []
-    assert [request for request in range(len(prompts)) if rows[request] != static[request]] == []
     # Without graphs batches are not padded, and matrix products round otherwise: sooner or later tokens differ.
     assert np.mean([one[:2] == other[:2] for one, other in zip(rows, ungraphed)]) > 0.8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "peer", "module"), [("vmm", "fa3", "fa3_fwd_interface"), ("paged", "flashinfer", "flashinfer")]
-)
-def test_on_a_gpu_peers_attend_as_our_kernels_do(backend: str, peer: str, module: str) -> None:
-    """To chunks of prompts, to decode beside them and alone, and in graphs."""
-    pytest.importorskip(module, reason=f"{module} is not installed")
-    config = Config(VOCABULARY, 256, 512, 2, 8, 2, 128)
-    model = random_model(config, 1024, torch.device("cuda"), torch.bfloat16, random_seed())
-    prompts, outputs = random_requests(20, 900, 20)
-    options = OVERREAD if peer == "fa3" else {}
-    sizes = 256 << 20, 20, 1024, 20_000
-    engine = Engine(model, backend, *sizes, chunk=512, attention=peer, graphs=False, options=options)
-    theirs, ours = engine.attention, numba_attention(engine.kv)
-
-    def both(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
-        found = theirs(layer, q, batch)
-        torch.testing.assert_close(found, ours(layer, q, batch), rtol=2e-2, atol=2e-2)
-        return found
-
-    engine.attention = both
-    assert engine.run(prompts, outputs).finished == len(prompts)
-    check_nothing_is_kept(engine, backend)
-    engine.close()
-    found = []
-    for attention, how in ((peer, options), (None, {})):
-        engine = Engine(model, backend, *sizes, chunk=512, attention=attention, options=how)
-        run = engine.run(prompts, outputs)
-        found.append([run.output(request) for request in range(len(prompts))])
-        engine.close()
-    assert np.mean([one[:2] == other[:2] for one, other in zip(*found)]) > 0.8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     """With graphs, and the host a step ahead. A page holds 512 tokens."""
     model = random_model(GPU_CONFIG, 2048, torch.device("cuda"), torch.float32, random_seed())
@@ -644,7 +614,7 @@ def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu_what_sequences_share_is_read_once_for_all(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, from graphs, with answers like those of who reads it for each."""
     model = random_model(replace(GPU_CONFIG, head_dim=128), 2048, torch.device("cuda"), torch.bfloat16, random_seed())
@@ -679,20 +649,6 @@ def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
     engine.close()
 
 
-def test_samples_follow_the_distribution(device: str) -> None:
-    count, temperature = 3000, 0.7
-    config = Config(7, 64, 64, 1, 2, 1, 64)
-    model = random_model(config, 16, torch.device(device), torch.float32, seed=random_seed())
-    engine = Engine(model, "static", 1 << 21, 100, 16, 3 * count, temperature=temperature)
-    tokens = engine.run([torch.tensor([3])] * count, [1] * count).tokens[1::2]
-    hidden = model.forward(
-        torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v, angles: v.repeat(1, 2, 1)
-    )
-    probabilities = (model.logits(hidden)[0] / temperature).softmax(-1).cpu().numpy()
-    deviation = np.bincount(tokens, minlength=7) / count - probabilities
-    assert (np.abs(deviation) < 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-3).all()
-
-
 class Clock:
     """Time that passes when somebody looks, or sleeps."""
 
@@ -710,8 +666,8 @@ class Clock:
 def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("benchmarks.engine.engine.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.in_flight.sleep", clock.sleep)
+    monkeypatch.setattr("benchmarks.engine.run.perf_counter", clock.look)
+    monkeypatch.setattr("benchmarks.engine.run.sleep", clock.sleep)
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
     prompts, outputs = random_requests(3, 20, 4)
     run = engine.run(prompts, outputs, [0.0, 0.05, 0.3])
@@ -730,32 +686,11 @@ def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pyt
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
     count = itertools.count().__next__
     monkeypatch.setattr("benchmarks.engine.engine.perf_counter", count)
-    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", count)
+    monkeypatch.setattr("benchmarks.engine.run.perf_counter", count)
     run = engine.run(*random_requests(3, 20, 100), deadline=60)
     assert run.running[-1] == 3
     assert run.finished == 0
     check_nothing_is_kept(engine, "vmm")
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("backend", [*BACKENDS, "vmm, reuse", "vmm, suspend"])
-@pytest.mark.parametrize("wait", [True, False])
-def test_who_ends_when_nobody_knew_has_the_same_tokens(backend: str, wait: bool) -> None:
-    """One step later, where the host is ahead; also under pressure, which may preempt one in its last step."""
-    name, _, beside = backend.partition(", ")
-    model, (prompts, outputs) = tiny_model(), random_requests(12, 40, 30)
-    pages = 40 if backend == "static" else 9
-    sizes = pages * 16 * 512, 4, 160, sum(map(len, prompts)) + sum(outputs) + len(prompts)
-    options = {"host_bytes": 1 << 20, "tokens_per_s": 1.0} if beside == "suspend" else {}
-    engine = Engine(model, name, *sizes, reuse=beside == "reuse", suspend=beside == "suspend", options=options)
-    known, unknown = (engine.run(prompts, outputs, wait=wait, unknown=unknown) for unknown in (False, True))
-    assert unknown.finished == known.finished == len(prompts)
-    assert unknown.generated == known.generated == sum(outputs)
-    check_greedy(logits_without_cache(model), prompts, unknown)
-    assert [len(unknown.output(request)) for request in range(len(prompts))] == outputs
-    undisturbed = not (known.preemptions or unknown.preemptions)  # else one may have to compute more anew
-    assert wait or not undisturbed or len(unknown.running) > len(known.running)
-    check_nothing_is_kept(engine, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

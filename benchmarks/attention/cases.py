@@ -143,15 +143,6 @@ def with_ratios(rows: Rows) -> Rows:
     return rows
 
 
-def compare_ragged(rows: Rows) -> None:
-    """Adds to rows of ragged lengths their GB/s relative to those of even lengths with the same total."""
-    even = {(row["kernel"], row["layout"]): row["gb_per_s"] for row in rows if row["case"] == EVEN}
-    for row in rows:
-        if row["case"] == RAGGED:
-            base = even.get((row["kernel"], row["layout"]))
-            row["of_even"] = row["gb_per_s"] / base if base else None
-
-
 def compile_kernels(cases: list[Case]) -> None:
     """Compiles what the cases need in many processes; the results stay on disk, where this process finds them."""
     # A kernel depends on none of the lengths, and not on strides, so that token-major needs none of its own.

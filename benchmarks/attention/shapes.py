@@ -1,18 +1,18 @@
-"""Decode of heads of other sizes, of several queries, of K and V in 8 bits and of latents, beside heads of 128 and one
-query."""
+"""Decode and prefill of other heads, of several queries, of K and V in 8 bits and of latents, beside heads of 128."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
 
-from vmmkv.kernels import decode, dequantize, quantize
+from vmmkv.kernels import decode, dequantize, prefill, quantize
 from vmmkv.kernels.arguments import LATENT_DIM, LATENT_V_DIM, v_dim_of
 
 from .batches import DTYPE, NUM_HEADS, NUM_KV_HEADS
@@ -20,6 +20,10 @@ from .timing import Call, measure
 
 CHECKED = 2
 """Sequences that are compared with float64."""
+PROMPT = 8192
+"""Tokens of a prompt."""
+CHECKED_QUERIES = 64
+"""The last ones of a prompt, which are compared with float64."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +71,23 @@ BATCHES = (64, 16_384), (64, 4096), (16, 4096)
 def run_shapes(device: torch.device) -> list[dict[str, Any]]:
     """For each batch and shape: microseconds, GB/s of K and V (and scales) read, TFLOP/s, the rate beside that of the
     batch's first shape and the time beside it, and the error."""
-    with ProcessPoolExecutor(min(len(GEOMETRIES), os.cpu_count() or 1), get_context("spawn")) as pool:
-        list(pool.map(compile_shape, GEOMETRIES))
+    compile_shapes(compile_decode, GEOMETRIES)
     return [row for batch, tokens in BATCHES for row in run_batch(batch, tokens, GEOMETRIES, device)]
 
 
-def compile_shape(shape: Geometry) -> None:
-    """Leaves a shape's kernel on disk."""
+def compile_shapes(compile_shape: Callable[[Geometry], None], shapes: tuple[Geometry, ...]) -> None:
+    """Compile the kernels of shapes in several processes; the results stay on disk, where this process finds them."""
+    with ProcessPoolExecutor(min(len(shapes), os.cpu_count() or 1), get_context("spawn")) as pool:
+        list(pool.map(compile_shape, shapes))
+
+
+def compile_decode(shape: Geometry) -> None:
     make_call(shape, 1, 16, torch.device("cuda"))[0]()
+    torch.cuda.synchronize()
+
+
+def compile_prefill(shape: Geometry) -> None:
+    make_prompt(shape, CHECKED_QUERIES, torch.device("cuda"))[0]()
     torch.cuda.synchronize()
 
 
@@ -92,11 +105,35 @@ def run_batch(batch: int, tokens: int, shapes: tuple[Geometry, ...], device: tor
                 "gb_per_s": nbytes / timing.microseconds / 1e3,
                 "tflops": shape.flops * shape.queries * batch * tokens / timing.microseconds / 1e6,
                 "captured": timing.captured,
-                "error": float((timing.output[:CHECKED].double() - exact).norm() / exact.norm()),
+                "error": error_of(timing.output[:CHECKED], exact),
             }
         )
         rows[-1]["of_first_rate"] = rows[-1]["gb_per_s"] / rows[0]["gb_per_s"]
         rows[-1]["of_first_time"] = rows[-1]["microseconds"] / rows[0]["microseconds"]
+    return rows
+
+
+def run_prompts(device: torch.device) -> list[dict[str, Any]]:
+    """For each shape of one query, of a prompt of `PROMPT` tokens: microseconds, TFLOP/s, the rate beside that of the
+    first, and the error."""
+    shapes = tuple(shape for shape in GEOMETRIES if shape.queries == 1)
+    compile_shapes(compile_prefill, shapes)
+    torch.cuda.empty_cache()
+    made = [make_prompt(shape, PROMPT, device) for shape in shapes]
+    rows: list[dict[str, Any]] = []
+    for shape, (_, exact), timing in zip(shapes, made, measure([call for call, _ in made])):
+        flops = shape.flops * PROMPT * (PROMPT + 1) / 2
+        rows.append(
+            {
+                "kernel": "vmmkv, prefill",
+                "shape": shape.name,
+                "microseconds": timing.microseconds,
+                "captured": timing.captured,
+                "tflops": flops / timing.microseconds / 1e6,
+                "error": error_of(timing.output[-len(exact) :], exact),
+            }
+        )
+        rows[-1]["of_first_rate"] = rows[-1]["tflops"] / rows[0]["tflops"]
     return rows
 
 
@@ -140,6 +177,14 @@ def make_call(shape: Geometry, batch: int, tokens: int, device: torch.device) ->
     return partial(decode, states.q, *states.kv, seq_lens, **states.options), states.nbytes, exact
 
 
+def make_prompt(shape: Geometry, tokens: int, device: torch.device) -> tuple[Call, torch.Tensor]:
+    """Prefill of a prompt of random data, and what its last queries' outputs are in float64."""
+    states = make_states(replace(shape, queries=tokens), 1, tokens, device)
+    ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    exact = attend_exactly(states.q[:, -CHECKED_QUERIES:].double(), *states.exact)
+    return partial(prefill, states.q.flatten(0, 1), *states.kv, ends, ends[1:], **states.options), exact[0]
+
+
 def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens. K and V are not copied for each
     of their query heads, of which latents have so many that a GPU of 80 GB has no room for them."""
@@ -149,3 +194,8 @@ def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     scores = torch.einsum("bqhgd,bthd->bqhgt", grouped, k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
     return torch.einsum("bqhgt,bthd->bqhgd", weights, v).flatten(2, 3)
+
+
+def error_of(output: torch.Tensor, exact: torch.Tensor) -> float:
+    """The difference from float64, of the norm."""
+    return float((output.double() - exact).norm() / exact.norm())

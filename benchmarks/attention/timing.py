@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter_ns
 
 import torch
 
@@ -93,19 +92,6 @@ def capture(call: Call, calls: int) -> Repeated:
             output = call()
     graph.replay()
     return Repeated(graph.replay, calls, output, captured=True)
-
-
-def host_microseconds(call: Callable[[], object], calls: int = 200, tries: int = 8) -> float:
-    """What a call costs its caller: many in a row without waiting for the device, the best of several tries."""
-    best = float("inf")
-    for _ in range(tries):
-        torch.cuda.synchronize()
-        start = perf_counter_ns()
-        for _ in range(calls):
-            call()
-        best = min(best, (perf_counter_ns() - start) / 1e3 / calls)
-    torch.cuda.synchronize()
-    return best
 
 
 def copy_bandwidth(device: torch.device, nbytes: int = 4 << 30) -> dict[str, float]:

@@ -142,3 +142,10 @@ def split(batch: Batch) -> list[tuple[int, int, slice]]:
     ends = counts.cumsum()
     spans = map(slice, (ends - counts).tolist(), ends.tolist())
     return list(zip(rows.tolist(), starts.tolist(), spans))
+
+
+Kernels = tuple[Callable[[KVBackend], Write], Callable[[KVBackend], Attend]]
+ATTENTION: dict[str, Kernels] = {
+    "numba": (numba_write, numba_attention),
+    "torch": (torch_write, torch_attention),
+}

@@ -1,10 +1,9 @@
 """The loop: steps of a schedule on the device, one ahead of it, as CUDA graphs.
 
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
-those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
-a step it waits for the one before, and so knows when tokens were there. It can be had to wait for each step at once, as
-engines have to that look at tokens; and not to know how long answers are: then a request ends when its last token has
-been seen, and may have taken part in one step more.
+those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched a
+step it waits for the step before, and so knows when tokens were there. With `wait` it waits for each step at once, as
+an engine must that looks at tokens.
 """
 
 from __future__ import annotations
@@ -18,47 +17,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from .attention import Batch
+from .attention import ATTENTION, Batch
 from .backend import KVBackend, Numbers, pinned
+from .blocks import PagedKV, ReusingPagedKV
 from .groups import MOST, Groups
-from .in_flight import InFlight
 from .model import Angles, Model
-from .paged import PagedKV
-from .peers import ATTENTION, WRITE, FlashInfer
-from .reusing_blocks import ReusingPagedKV
-from .reusing_rows import ReusingVmmKV
-from .run import Run
+from .rows import VmmKV
+from .run import InFlight, Run, SeenTokens
 from .schedule import Schedule, Step
-from .seen import SeenTokens
-from .static import StaticKV
-from .suspending import SuspendingVmmKV
-from .vmm import VmmKV
 
-BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
-REUSING: dict[str, Callable[..., KVBackend]] = {"vmm": ReusingVmmKV, "paged": ReusingPagedKV}
-"""Those that begin sequences with what others have computed."""
-SUSPENDING: dict[str, Callable[..., KVBackend]] = {"vmm": SuspendingVmmKV}
-"""Those whose preempted sequences may go to the host."""
+BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV}
 
 
 class Engine:
     """Serves requests with a model and a KV backend.
 
     Args:
-        backend: "vmm", "paged" or "static".
+        backend: "vmm" or "paged".
         max_bytes: for K and V.
         max_sequences: requests that run at a time.
         max_seq_len: tokens of the longest request.
         max_tokens: tokens of all requests of a run together, and one more for each.
         chunk: tokens of prompts in a step.
-        attention: "numba", our kernels, "torch", "fa3" (rows) or "flashinfer" (blocks); None: ours on a GPU.
-        temperature: of sampling; 0 takes the likeliest token.
-        graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and with our attention, which
-            takes no lengths from the host, prompts by number of tokens.
-        reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
-            brought to the host for it, behind the next one. Our attention, and torch's, reads what several sequences
-            have begun with once for all of them.
-        suspend: preempted requests where that is cheaper than to compute them anew, with a backend of `SUSPENDING`.
+        attention: "numba", our kernels, or "torch"; None: ours on a GPU.
+        graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and, with our kernels, which
+            take no lengths from the host, prompts by number of tokens.
+        reuse: begin prompts with known K and V; the tokens of each step are copied to the host for it, behind the next
+            step. Attention reads a prefix that several sequences share once for all of them.
+        suspend: preempted requests where that is cheaper than to compute them anew, on rows.
         late: see `Schedule`.
         options: of the backend beside these, as `lookahead` and `pool` of "vmm".
     """
@@ -74,7 +60,6 @@ class Engine:
         *,
         chunk: int = 2048,
         attention: str | None = None,
-        temperature: float = 0.0,
         graphs: bool = True,
         reuse: bool = False,
         suspend: bool = False,
@@ -82,16 +67,13 @@ class Engine:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
-        self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
+        self.max_sequences, self.chunk = max_sequences, chunk
         self.reuse, self.suspend, self.late = reuse, suspend, late
         layout = model.config.kv_layout(model.dtype)
-        make = (REUSING if reuse else SUSPENDING if suspend else BACKENDS)[backend]
+        make = ReusingPagedKV if reuse and backend == "paged" else BACKENDS[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
-        usual = "numba" if self.device.type == "cuda" else "torch"
-        attention = attention or usual
-        self.write = WRITE.get(attention, WRITE[usual])(self.kv)
-        self.attention = ATTENTION[attention](self.kv)
-        self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
+        attention = attention or ("numba" if self.device.type == "cuda" else "torch")
+        self.write, self.attention = (make_kernel(self.kv) for make_kernel in ATTENTION[attention])
         # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
         # where the last one ends, two by sequence that samples. Decode alone takes less; beside that two by group, and
         # one more.
@@ -103,7 +85,6 @@ class Engine:
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
         self.use_prompt_graphs = self.use_graphs and attention == "numba"
-        self.use_groups = reuse and attention in ("numba", "torch")
         self.hidden = torch.empty(0)
         """Where graphs of prompts, if there are any, leave hidden states, of which some are sampled from."""
 
@@ -117,7 +98,6 @@ class Engine:
         arrivals: list[float] | None = None,
         *,
         wait: bool = False,
-        unknown: bool = False,
         deadline: float = float("inf"),
         progress: Callable[[int], object] = lambda finished: None,
     ) -> Run:
@@ -129,8 +109,6 @@ class Engine:
             arrivals: seconds after the start, ascending; None: all at once.
             wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
                 the host is a step ahead of the device.
-            unknown: whether the schedule learns that a request has ended from its last token alone, as if that were an
-                EOS token.
             deadline: `perf_counter()` when to stop, finished or not.
             progress: called with the number of finished requests.
 
@@ -149,7 +127,6 @@ class Engine:
             late=self.late,
             ids=seen.of if seen else None,
             suspend=self.suspend,
-            unknown=unknown,
         )
         self._take_tokens(prompts, sizes + counts + 1)
         if self.use_graphs and not self.graphs:
@@ -175,12 +152,6 @@ class Engine:
         run = flight.run
         arrived = finished = 0
         while finished < len(run.arrivals) and perf_counter() < deadline:
-            if schedule.unknown and flight.ended:
-                schedule.remove(flight.ended)
-                finished += len(flight.ended)
-                progress(finished)
-                flight.ended.clear()
-                continue
             now = flight.now()
             there = int(np.searchsorted(run.arrivals, now, "right"))
             schedule.waiting.extend(range(arrived, there))
@@ -246,7 +217,7 @@ class Engine:
             last = counts.cumsum()[starts + counts == schedule.known[requests]] - 1
             targets = self._launch_prompts(offsets, host, len(step.prefill), last, ends)
         else:
-            targets = self._launch_decode(offsets, host, ends, step.groups if self.use_groups else None)
+            targets = self._launch_decode(offsets, host, ends, step.groups)
         return self.tokens[targets].to("cpu", non_blocking=True) if self.reuse else None
 
     def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers, groups: Groups | None) -> torch.Tensor:
@@ -254,7 +225,6 @@ class Engine:
         size = padded(len(offsets), self.graphs)
         *_, targets = self._send([*self._decode_inputs(offsets, host, size), *group_inputs(groups), ends])
         graph = (self.group_graphs if groups else self.graphs).get(size)
-        self._plan(host, 0, size if graph else 0)
         if graph:
             graph.replay()
         else:
@@ -278,7 +248,6 @@ class Engine:
             graph.replay()
             hidden = self.hidden
         else:
-            self._plan(host, prompts)
             hidden = self._prefill(inputs, host, prompts)
         if len(targets):
             self._sample(hidden[sampled], targets)
@@ -289,11 +258,6 @@ class Engine:
         flat = np.concatenate(arrays).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         return list(inputs.split(list(map(len, arrays))))
-
-    def _plan(self, host: Numbers, prompts: int, size: int = 0) -> None:
-        """Tells attention what comes, where it has to know, see `FlashInfer.plan`."""
-        if self.planned:
-            self.planned.plan(host, prompts, self.model.config.num_heads, size)
 
     def _decode_inputs(self, offsets: Numbers, host: Numbers, size: int) -> list[Numbers]:
         """What `_decode` takes, padded to so many sequences."""
@@ -347,12 +311,7 @@ class Engine:
 
     def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
         """A token behind each of some hidden states, written where it belongs."""
-        logits = self.model.logits(hidden)
-        if self.temperature:
-            # The largest of p / e with exponential e is a sample of p: no search, no wait.
-            p = (logits.float() / self.temperature).softmax(-1)
-            logits = p / torch.empty_like(p).exponential_()
-        self.tokens[targets] = logits.argmax(-1)
+        self.tokens[targets] = self.model.logits(hidden).argmax(-1)
 
     # ------------------------------------------------------------------ CUDA graphs
 
@@ -370,9 +329,8 @@ class Engine:
                 self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
         most = max(self.max_sequences, 2)
         for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
-            self._plan(np.zeros((3, 0), np.int64), 0, size)
             self.graphs[size] = self._graph_of(self._decode, size, pool)
-            if self.use_groups:
+            if self.reuse:
                 self.group_graphs[size] = self._graph_of(partial(self._decode, has_groups=True), size, pool)
         torch.cuda.synchronize()
 

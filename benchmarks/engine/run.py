@@ -1,13 +1,16 @@
-"""What happened to requests: the record of a run."""
+"""The record of a run, and the steps that the device has been given and not yet done."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from time import perf_counter, sleep
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from .backend import Numbers
+from .backend import Ids, Numbers
 from .schedule import Step
 
 SAMPLE_SECONDS = 0.1
@@ -73,19 +76,84 @@ class Run:
         end = int((self.prompts + self.outputs)[: request + 1].sum())
         return self.tokens[end - int(self.outputs[request]) : end].tolist()
 
-    def take_down(self, step: Step, begin: float, end: float) -> list[int]:
-        """The device has done a step, which it began at the one time and ended at the other. Returns who has all tokens
-        now; what one gets beyond these does not count."""
-        sampled = step.sampled[self.missing[step.sampled] > 0]
+    def take_down(self, step: Step, begin: float, end: float) -> None:
+        """Record a step that the device began and ended at these times."""
+        sampled = step.sampled
         self.first[sampled[self.missing[sampled] == self.outputs[sampled]]] = end
         self.longest_gap[sampled] = np.fmax(self.longest_gap[sampled], end - self.latest[sampled])
         self.latest[sampled] = end
         self.missing[sampled] -= 1
-        ended = sampled[self.missing[sampled] == 0]
-        self.finish[ended] = end
+        self.finish[sampled[self.missing[sampled] == 0]] = end
         self.generated += len(sampled)
         self.step_seconds.append(end - begin)
-        return ended.tolist()  # type: ignore[no-any-return]
 
     def wants_sample(self, now: float) -> bool:
         return not self.samples or now >= self.samples[-1][0] + SAMPLE_SECONDS
+
+
+class SeenTokens:
+    """Tokens of requests that the host has seen: prompts from the start, samples when their step is done.
+
+    Args:
+        totals: tokens of each request at its end.
+    """
+
+    def __init__(self, prompts: list[torch.Tensor], totals: Numbers) -> None:
+        self._begins = totals.cumsum() - totals
+        self._tokens = np.zeros(int(totals.sum()), np.int64)
+        self._counts = np.array([len(prompt) for prompt in prompts])
+        for begin, prompt in zip(self._begins, prompts):
+            self._tokens[begin : begin + len(prompt)] = prompt.numpy()
+
+    def of(self, request: int) -> Ids:
+        """The tokens of a request so far."""
+        begin = self._begins[request]
+        return self._tokens[begin : begin + self._counts[request]]
+
+    def take(self, requests: Numbers, tokens: Ids) -> None:
+        """Add a token to each of these requests."""
+        self._tokens[self._begins[requests] + self._counts[requests]] = tokens
+        self._counts[requests] += 1
+
+
+class InFlight:
+    """Steps that the device has been given and not yet done, in order.
+
+    Args:
+        run: records the steps.
+        seen: takes the tokens that steps sample; None: the host needs no tokens.
+    """
+
+    def __init__(self, run: Run, seen: SeenTokens | None) -> None:
+        self.run = run
+        self.seen = seen
+        self.begin = perf_counter()
+        self._steps: deque[tuple[torch.cuda.Event | None, Step, torch.Tensor | None]] = deque()
+        self._began = 0.0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        return perf_counter() - self.begin
+
+    def append(self, event: torch.cuda.Event | None, step: Step, sampled: torch.Tensor | None) -> None:
+        """Add a step that is done when the event has happened, and with reuse the tokens that it samples."""
+        self._steps.append((event, step, sampled))
+
+    def complete(self) -> None:
+        """Wait for the oldest step."""
+        event, step, sampled = self._steps.popleft()
+        if event:
+            event.synchronize()
+        if self.seen and sampled is not None:
+            self.seen.take(step.sampled, sampled.numpy())
+        now = self.now()
+        self.run.take_down(step, self._began, now)
+        self._began = now
+
+    def pause(self, seconds: float) -> None:
+        """Sleep while the device has nothing to do; this is no part of a step."""
+        sleep(max(seconds, 0))
+        self._began = self.now()

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .backend import Ids, KVBackend, Numbers, ReusingKV, SuspendingKV
+from .backend import Ids, KVBackend, Numbers
 from .groups import Beginnings, Groups
 
 T = TypeVar("T")
@@ -55,13 +55,12 @@ class Schedule:
         kv: where K and V go.
         prompts: tokens of each prompt.
         outputs: tokens to generate for each; nothing stops earlier.
-        unknown: whether requests go on until they are removed; `outputs` then says only what there must be room for.
         max_sequences: requests that run at a time.
         chunk: tokens of prompts in a step.
         late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
             have computed; otherwise as soon as there is room.
-        ids: of a request the tokens that the host has seen, for prefix reuse with a `ReusingKV`; None: no reuse.
-        suspend: preempted requests, with a `SuspendingKV`.
+        ids: of a request the tokens that the host has seen, for prefix reuse; None: no reuse.
+        suspend: preempted requests, where the backend can.
 
     Attributes:
         cached: by request how many tokens were there when it first started.
@@ -76,7 +75,7 @@ class Schedule:
 
     def __init__(
         self,
-        kv: KVBackend | ReusingKV | SuspendingKV,
+        kv: KVBackend,
         prompts: Numbers,
         outputs: Numbers,
         max_sequences: int,
@@ -85,10 +84,8 @@ class Schedule:
         late: bool = False,
         ids: Callable[[int], Ids] | None = None,
         suspend: bool = False,
-        unknown: bool = False,
     ) -> None:
         self.kv = kv
-        self.unknown = unknown
         self.max_sequences = max_sequences
         self.chunk = chunk
         self.late = late
@@ -201,8 +198,6 @@ class Schedule:
         self._commit(step.prefill.tolist())
         if len(step.prefill):
             self.blocked = False  # what they were promised may lie in memory that their rows had already
-        if self.unknown:
-            return []
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
         self.remove(finished)
         self._admit()  # while the device is at work: what they expect is mapped meanwhile
@@ -217,8 +212,6 @@ class Schedule:
         if requests:
             ended = set(requests)
             self.running = [request for request in self.running if request not in ended]
-            if self.unknown:  # one may have been preempted while its last token was on its way
-                self.waiting = deque(request for request in self.waiting if request not in ended)
             self._free([request for request in requests if self.row[request] >= 0])
 
     def _commit(self, requests: list[int]) -> None:

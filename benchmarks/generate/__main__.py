@@ -19,12 +19,12 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from benchmarks.environment import environment, print_result
+from benchmarks.environment import environment
+from benchmarks.output import deliver
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors
+from vmmkv.cli.output import errors
 from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
@@ -55,10 +55,8 @@ def main(
     if not batches:
         raise typer.BadParameter(f"{only} is none of {sorted({model for model, _ in plan.batches})}")
     result = run(replace(plan, batches=batches), where, layers, budget_seconds)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    models = dict.fromkeys(model for model, _ in batches)
+    deliver(result, json_output, {title: table for model in models for title, table in tables(model).items()})
     wrong = wrong_cells(result)
     for cell in wrong:
         errors.print(f"Wrong: {cell}", style="red", markup=False)
@@ -78,19 +76,16 @@ def run(plan: Plan, device: torch.device, layers: int | None, budget_seconds: fl
         "cells": [],
     }
     left_because = "no time was left"
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("Building a model", total=len(cells))
-        try:
-            for figures in measure_cells(cells, plan, device, layers):
-                result["cells"].append(figures)
-                description = f"{figures['model']}, {figures['batch']} x {figures['prompt']}: {figures['contender']}"
-                progress.update(task, advance=1, description=description)
-                if monotonic() > deadline:
-                    break
-        except KeyboardInterrupt:
-            left_because = "stopped"
-        except RuntimeError as error:  # where a kernel broke the device, what was measured before is still good
-            left_because = failure(error)["reason"]
+    try:
+        for figures in measure_cells(cells, plan, device, layers):
+            result["cells"].append(figures)
+            errors.print("{model}, {batch} x {prompt}: {contender}".format(**figures), highlight=False)
+            if monotonic() > deadline:
+                break
+    except KeyboardInterrupt:
+        left_because = "stopped"
+    except RuntimeError as error:  # a kernel broke the device: the cells before are still good
+        left_because = failure(error)["reason"]
     left = {"status": "not reached", "reason": left_because}
     result["cells"] += [cell.describe() | left for cell in cells[len(result["cells"]) :]]
     set_ratios(result)
@@ -154,15 +149,6 @@ def wrong_cells(result: Figures) -> list[Figures]:
         for cell in result["cells"]
         if cell["status"] == "failed" or (cell["status"] == "measured" and not cell["logits_error"] <= ERROR_BOUND)
     ]
-
-
-def show(result: Figures) -> None:
-    versions = (f"{name} {result['environment'][name]}" for name in ("torch", "transformers"))
-    console.print(result["environment"]["device"], *versions)
-    if result["copy_gb_per_s"]:
-        console.print(f"Device copy {result['copy_gb_per_s']:.0f} GB/s")
-    for table in tables(result):
-        console.print(table)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,3 @@ def held_bytes(cache: Cache) -> int:
     if isinstance(cache, VmmCache):
         return sum(pool.stats().physical_bytes for pool in cache.pools)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def driver_calls(cache: VmmCache) -> int:
-    """Calls of the memory system so far."""
-    stats = [kv_cache.stats() for kv_cache in {kv_cache.pool: kv_cache for kv_cache in cache.kv_caches}.values()]
-    return sum(call.count for entry in stats for call in entry.driver_calls.values())

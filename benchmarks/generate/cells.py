@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
 from vmmkv.integrations.transformers import VmmCache
 
-from .caches import Contender, driver_calls, held_bytes, renew
+from .caches import Contender, held_bytes, renew
 from .decode import Run, Watched, decode, fill
 from .models import token_bytes, weight_bytes
 
@@ -34,7 +34,6 @@ class Cell:
         new_tokens: that `generate` is asked for.
         capacity: tokens that a static cache is made for.
         prefilled: the prompt's K and V are random, not computed.
-        chunk: tokens of a chunk, where chunked prefill is measured too.
     """
 
     model: str
@@ -44,7 +43,6 @@ class Cell:
     new_tokens: int
     capacity: int
     prefilled: bool
-    chunk: int | None
 
     def describe(self) -> Figures:
         """What names it in a result."""
@@ -120,8 +118,6 @@ def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, re
         **memory(run, cache, model, outset),
         **compared(run, reference.setdefault(cell.prompt, run)),
         **copies(run, cache, model, compiled),
-        **(second_prompt(ids, cache, model, compiled) if isinstance(cache, VmmCache) and not cell.prefilled else {}),
-        "ttft_chunked_ms": chunked_ms(ids, cache, model, cell.chunk) if cell.chunk else None,
     }
 
 
@@ -168,20 +164,6 @@ def copies(run: Run, cache: Cache, model: PreTrainedModel, compiled: bool) -> Fi
         "copied_bytes": None if compiled else watched.copied_bytes,
         "sdpa_kernels": sorted(watched.attention),
     }
-
-
-def second_prompt(ids: torch.Tensor, cache: VmmCache, model: PreTrainedModel, compiled: bool) -> Figures:
-    """Another call on the cache that was used: on pages that are mapped."""
-    before = driver_calls(cache)
-    cache.reset()
-    run = decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
-    return {"driver_calls_when_used": driver_calls(cache) - before, "ttft_when_used_ms": run.first_seconds * 1e3}
-
-
-def chunked_ms(ids: torch.Tensor, cache: Cache, model: PreTrainedModel, chunk: int) -> float:
-    """To the first token, where the prompt comes in chunks."""
-    renew(cache, model)
-    return decode(model, cache, ids, 1, prefill_chunk_size=chunk).first_seconds * 1e3
 
 
 def compared(run: Run, reference: Run) -> dict[str, float]:

@@ -25,7 +25,6 @@ class Plan:
         new_tokens: of `generate` where all of them are decoded: the shortest prompt at batch 1.
         timed_steps: of every other cell.
         computed_tokens: a batch of at most so many tokens is prefilled by the model; a larger one gets random K and V.
-        chunk: tokens of a chunk of chunked prefill, measured at batch 1.
         compiled_static: batch and prompt of the compiled static caches, each of which compiles for its length alone.
         page_size: bytes of a page; None is 2 MiB.
     """
@@ -35,7 +34,6 @@ class Plan:
     new_tokens: int
     timed_steps: int
     computed_tokens: int
-    chunk: int
     compiled_static: tuple[tuple[int, int], ...]
     page_size: int | None
 
@@ -48,8 +46,6 @@ class Plan:
 
     def cell(self, model: str, batch: int, contender: Contender, prompt: int) -> Cell:
         whole = batch == 1 and prompt == self.prompts[0]
-        # Flash takes no mask, which transformers needs for a chunk behind others; compiled, every chunk compiles.
-        chunked = batch == 1 and prompt > self.chunk and contender.backend == "default" and not contender.compiled
         return Cell(
             model,
             batch,
@@ -58,7 +54,6 @@ class Plan:
             new_tokens=self.new_tokens if whole else 1 + WARM_UP_STEPS + self.timed_steps,
             capacity=prompt + self.new_tokens,
             prefilled=batch * prompt > self.computed_tokens,
-            chunk=self.chunk if chunked else None,
         )
 
     def left_out(self, cell: Cell, token_bytes: int, device: torch.device) -> dict[str, str] | None:
@@ -83,7 +78,6 @@ GPU = Plan(
     new_tokens=256,
     timed_steps=16,
     computed_tokens=32_768,
-    chunk=2048,
     compiled_static=((1, 512), (8, 32_768)),
     page_size=None,
 )
@@ -93,7 +87,6 @@ CPU = Plan(
     new_tokens=24,
     timed_steps=4,
     computed_tokens=96,
-    chunk=32,
     compiled_static=((2, 96),),
     page_size=4096,
 )
