@@ -107,7 +107,7 @@ BENCHMARKS = {
     "batching_qwen3": Benchmark(GPU, 3, f"{BATCHING} Qwen3-0.6B", BATCHING_VLLM),
     "core": Benchmark(GPU, 1.2, "core --json"),
     "core_null": Benchmark(GPU, 0.4, "core --device null --rounds 30 --json"),
-    "attention": Benchmark(GPU, 2.7, "attention --trace {conv} --only decode --only prefill --only cascade --json"),
+    "attention": Benchmark(GPU, 2.7, "attention --trace {conv} --only decode --only prefill --json"),
     "mapper": Benchmark(GPU, 1.6, "mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"),
     "sharing": Benchmark(GPU, 0.8, "sharing --rounds 4 --json"),
     "prefixes": Benchmark(GPU, 0.3, "prefixes --json"),

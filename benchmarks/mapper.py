@@ -3,9 +3,9 @@
     python -m benchmarks.mapper [--device cuda] [--steps 2000] [--rounds 3] [--json]
 
 Decoding: a step extends all sequences by a token and waits for a piece of work on the device that takes as long as a
-step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: the same, with
-small kernels launched one by one from the host instead, and launches beside a mapper that never rests. Prompts: onto an
-empty pool, and after a trim, with large frames and without. What is compared takes turns.
+step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: small kernels, one
+by one, alone and beside a mapper that never rests. Prompts: onto an empty pool, and after a trim, with large frames and
+without. Ways that are compared take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from .output import Lines, Row, deliver
 MAPPED, AHEAD, IN_NEED = "mapped before", "mapper", "no mapper"
 FRAMES = LARGE, SINGLE = ("large frames", "single pages")
 PROMPT_ROUNDS = 10
-LAUNCH_STEPS = 300
 RESTLESS_SECONDS = 0.3
 """How long launches are counted beside a mapper that never rests: it has work for longer."""
 
@@ -80,7 +79,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each comparison.")] = 3,
     sequences: Annotated[int, typer.Option(min=1, help="That grow together.")] = 256,
     step_ms: Annotated[float, typer.Option(help="How long the device works in a step.")] = 10.0,
-    launches: Annotated[int, typer.Option(min=1, help="In a step of launching.")] = 2000,
     budget_seconds: Annotated[float, typer.Option(help="When to begin no further round, and say which.")] = 300.0,
     json_output: JsonOutput = False,
 ) -> None:
@@ -94,11 +92,9 @@ def main(
         "sequences": sequences,
         "steps": steps,
         "step_ms": step_ms,
-        "launches_a_step": launches,
     }
     result["prompts"] = prompts(bench)
     # Decoding takes the most time by far: it comes last.
-    result["launching"] = launching(bench, sequences, min(steps, LAUNCH_STEPS), rounds, launches)
     result["restless"] = restless(bench, rounds)
     result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
     result["missed"] = bench.missed
@@ -129,7 +125,7 @@ def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
 
 
 def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
-    """Launches so many small kernels, one by one."""
+    """Launch so many small kernels, one by one."""
     x = torch.zeros(16, device=bench.driver.device)
 
     def work() -> None:
@@ -140,30 +136,23 @@ def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
 
 
 def decoding(bench: Bench, sequences: int, steps: int, rounds: int, work: Callable[[], None]) -> list[Row]:
-    """A row for each way; the way without a mapper has one round."""
-    found = turns(bench, "decoding", sequences, steps, rounds, work)
-    for _ in bench.rounds("decoding without a mapper", 1):
-        found[IN_NEED] = [decode(bench, IN_NEED, sequences, steps, work)]
-    return rows_of(found, "seconds")
-
-
-def launching(bench: Bench, sequences: int, steps: int, rounds: int, launches: int) -> list[Row]:
-    """Microseconds of the host for a launch, while rows grow that were mapped before, and beside the mapper."""
-    found = turns(bench, "launching", sequences, steps, rounds, eager_work(bench, launches))
-    for row in (row for each in found.values() for row in each):
-        row["launch_us"] = row["work_us"] / launches
-    return rows_of(found, "launch_us")
-
-
-def turns(
-    bench: Bench, name: str, sequences: int, steps: int, rounds: int, work: Callable[[], None]
-) -> dict[str, list[Row]]:
-    """By way, a row of each round, of rows mapped before and of rows with a mapper in turns."""
-    found: dict[str, list[Row]] = {MAPPED: [], AHEAD: []}
-    for number in bench.rounds(name, rounds):
+    """For each way the medians of its rounds, and seconds relative to rows mapped before in the same round. The way
+    without a mapper has one round."""
+    found: dict[str, list[Row]] = {MAPPED: [], AHEAD: [], IN_NEED: []}
+    for number in bench.rounds("decoding", rounds):
         for way in (MAPPED, AHEAD)[:: -1 if number % 2 else 1]:
             found[way].append(decode(bench, way, sequences, steps, work))
-    return found
+    for _ in bench.rounds("decoding without a mapper", 1):
+        found[IN_NEED].append(decode(bench, IN_NEED, sequences, steps, work))
+    base = [row["seconds"] for row in found[MAPPED]]
+    return [
+        {"way": way}
+        | {name: median(row[name] for row in rows) for name in rows[0]}
+        | {"rounds": [row["seconds"] for row in rows]}
+        | {"of_mapped_before": median(row["seconds"] / before for row, before in zip(rows, base))}
+        for way, rows in found.items()
+        if rows
+    ]
 
 
 @contextmanager
@@ -187,33 +176,25 @@ def growing(bench: Bench, way: str, sequences: int, steps: int) -> Iterator[tupl
 
 
 def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[], None]) -> Row:
-    """One round.
-
-    Returns:
-        its seconds, the host's microseconds a step in `extend` and in `work`, and the shares of extends of a sequence,
-        and of steps, in which this thread called the driver.
-    """
+    """Seconds of one round, the host's microseconds a step in `extend`, and the shares of extends of a sequence and
+    of steps, in which this thread called the driver."""
     with growing(bench, way, sequences, steps) as (cache, batch):
         meter = cache.pool.meter
-        extending = working = 0.0
-        mapped = called = 0
+        extending, mapped, called = 0.0, 0, 0
         start = perf_counter()
         for _ in range(steps):
             maps, calls = meter.count("map"), caller_calls(cache)
             began = perf_counter()
             cache.extend(batch, 1)
-            extended = perf_counter()
+            extending += perf_counter() - began
             work()
-            done = perf_counter()
             bench.wait()
-            extending, working = extending + extended - began, working + done - extended
             mapped, called = mapped + meter.count("map") - maps, called + (caller_calls(cache) > calls)
         seconds = perf_counter() - start
         ahead = cache.stats().pages_mapped["ahead"]
     return {
         "seconds": seconds,
         "extend_us": extending / steps * 1e6,
-        "work_us": working / steps * 1e6,
         "extends_with_a_call": mapped / (steps * sequences),
         "steps_with_a_call": called / steps,
         "pages_ahead": ahead,
@@ -223,21 +204,6 @@ def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[]
 def caller_calls(cache: KVCache) -> int:
     """Calls of the driver that were not the mapper's."""
     return int(cache.pool.meter.spent[:, 0].sum())
-
-
-def rows_of(found: dict[str, list[Row]], key: str) -> list[Row]:
-    """For each way the medians of its rounds, and of what `key` is of rows mapped before in the same round."""
-    rows = []
-    for way, rounds in found.items():
-        if rounds:
-            base = [each[key] for each in found[MAPPED]]
-            rows.append(
-                {"way": way}
-                | {name: median(each[name] for each in rounds) for name in rounds[0]}
-                | {"rounds": [each[key] for each in rounds]}
-                | {"of_mapped_before": median(each[key] / before for each, before in zip(rounds, base))}
-            )
-    return rows
 
 
 # ------------------------------------------------------------------ a mapper that never rests
@@ -360,20 +326,14 @@ def decode_table(result: Row) -> Lines:
 
 
 def launch_table(result: Row) -> Lines:
-    """A line for each way in a decode loop, and for a mapper that never rests."""
-    lines = [
-        (
-            f"in a decode loop, {row['way']}",
-            f"{row['launch_us']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
-            f"{row['of_mapped_before']:.3f}",
-        )
-        for row in result["launching"]
-    ]
-    if result["restless"]:
-        speeds = result["restless"]
-        for name, key in (("without a mapper", "alone_per_s"), ("beside a mapper that never rests", "beside_per_s")):
+    """Launches alone, and beside a mapper that never rests."""
+    lines = []
+    if speeds := result["restless"]:
+        for name, key, of_alone in (
+            ("without a mapper", "alone_per_s", 1.0),
+            ("beside a mapper that never rests", "beside_per_s", 1 / speeds["of_alone"]),
+        ):
             low, middle, high = (1e6 / speeds[key][name] for name in ("max", "median", "min"))
-            of_alone = 1.0 if key == "alone_per_s" else 1 / speeds["of_alone"]
             lines.append((name, f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{of_alone:.3f}"))
     return ("", "µs a launch", "of that without a mapper at work"), lines
 

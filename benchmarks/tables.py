@@ -120,7 +120,6 @@ TABLES = {
     },
     "attention-decode": Table(("attention_gpu.json",), attention.decode_table),
     "attention-prefill": Table(("attention_gpu.json",), attention.prefill_table),
-    "attention-cascade": Table(("attention_gpu.json",), attention.cascade_table),
     "attention-shapes": Table(("attention_shapes_gpu.json",), attention.shapes_table),
     "attention-prompts": Table(("attention_prompts_gpu.json",), attention.prompts_table),
     "checked-kernels": Table(("check_kernels_gpu.json",), checked_kernels),

@@ -24,11 +24,10 @@ from benchmarks.batching import shape_of
 from benchmarks.engine.attention import Attend, Batch, Write
 from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
 from benchmarks.engine.engine import BACKENDS, Engine
-from benchmarks.engine.groups import Beginnings
 from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
 from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import HEADROOM, Schedule, Step
+from benchmarks.engine.schedule import HEADROOM, Schedule
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -247,7 +246,6 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
     sampled = np.zeros(len(prompts), int)
     computed = 0
     while step := schedule.next():
-        check_groups(step, ids)
         before = schedule.computed.copy()
         requests = np.concatenate([step.decode, step.prefill])
         counts = np.concatenate([np.ones_like(step.decode), step.counts])
@@ -277,35 +275,6 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
         kv.cache.check()
         assert kv.physical_bytes() == 0
     kv.close()
-
-
-def check_groups(step: Step, ids: list[np.ndarray]) -> None:
-    """Sequences of a group begin alike, and are several."""
-    if step.groups:
-        bounds, tokens = step.groups
-        for (begin, end), common in zip(itertools.pairwise(bounds), tokens, strict=True):
-            first, *others = (ids[request][:common].tolist() for request in step.decode[begin:end])
-            assert others
-            assert all(each == first for each in others)
-            assert len(first) == common > 0
-
-
-def test_sequences_that_began_alike_are_a_group_where_that_saves_something() -> None:
-    """Whoever began so comes first in a batch, those that save most before others; who saves little is not asked."""
-    beginnings, ids = Beginnings(9), RNG.integers(0, VOCABULARY, 400)
-    for request, tokens in ((1, 200), (3, 100), (4, 200), (5, 0), (6, 300), (8, 100)):
-        beginnings.note(request, ids[:tokens])
-    running = RNG.permutation(9)
-    order, groups = beginnings.grouped(running, np.full(9, 250))
-    assert groups
-    assert [set(order[begin:end]) for begin, end in itertools.pairwise(groups.bounds)] == [{1, 4}, {3, 8}]
-    assert groups.tokens.tolist() == [200, 100]
-    assert order[4:].tolist() == [request for request in running if request not in (1, 3, 4, 8)]
-    beginnings.note(4, ids[:0])  # it begins once more, and finds nothing
-    order, groups = beginnings.grouped(running, np.full(9, 250))
-    assert groups is None
-    assert (order == running).all()
-    assert beginnings.grouped(running[:0], running[:0])[1] is None
 
 
 def places(kv: PagedKV | VmmKV, row: int, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -611,26 +580,6 @@ def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     assert (run.cached[2:] >= 1024).all()
     check_nothing_is_kept(engine, backend)
     engine.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_on_a_gpu_what_sequences_share_is_read_once_for_all(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, from graphs, with answers like those of who reads it for each."""
-    model = random_model(replace(GPU_CONFIG, head_dim=128), 2048, torch.device("cuda"), torch.bfloat16, random_seed())
-    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 1100))
-    prompts = [torch.cat([system, prompt]) for prompt in random_requests(12, 300, 1)[0]]
-    found = []
-    for worth in (8, 0):  # with 0 nothing is
-        monkeypatch.setattr("benchmarks.engine.groups.WORTH", worth)
-        engine = Engine(model, backend, 256 << 20, 8, 2048, 40_000, chunk=700, reuse=True, late=True)
-        launches = mock.Mock(wraps=engine._launch_decode)
-        engine._launch_decode = launches  # type: ignore[method-assign]
-        run = engine.run(prompts, [60] * len(prompts))
-        assert any(call.args[-1] for call in launches.mock_calls) == bool(worth)
-        found.append([run.output(number) for number in range(len(prompts))])
-        engine.close()
-    assert np.mean([one[:2] == other[:2] for one, other in zip(*found)]) > 0.8
 
 
 @pytest.mark.gpu

@@ -22,7 +22,6 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import errors
 from vmmkv.workload import name_of
 
-from .cascade import SHAPES, run_cascade
 from .cases import compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
 from .peers import versions
 from .shapes import run_prompts, run_shapes
@@ -38,7 +37,6 @@ class Part(StrEnum):
     PREFILL = "prefill"
     SHAPES = "shapes"
     PROMPTS = "prompts"
-    CASCADE = "cascade"
 
 
 def main(
@@ -81,9 +79,6 @@ def run(quick: bool, trace: Path | None, parts: list[Part]) -> Row:
         result["shapes"] = run_shapes(device)
     if Part.PROMPTS in parts:
         result["prompts"] = run_prompts(device)
-    if Part.CASCADE in parts:
-        result["cascade"], skipped = run_cascade(SHAPES[:1] if quick else SHAPES, device)
-        result["skipped"] += skipped
     for row in result.get("decode", []):
         row["of_copy"] = row["gb_per_s"] / result["bandwidth"]["copy_gb_per_s"]
     return result

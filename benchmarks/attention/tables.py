@@ -64,14 +64,6 @@ def prompts_table(result: Row) -> Lines:
     ]
 
 
-def cascade_table(result: Row) -> Lines:
-    columns = "groups x sequences, tokens", "kernel", "layout", "µs", "times as fast as `decode`"
-    return columns, [
-        (row["case"], row["kernel"], row["layout"], f"{row['microseconds']:.0f}", f"{row['gain']:.2f}")
-        for row in result["cascade"]
-    ]
-
-
 def part_table(rows: list[Row]) -> Lines:
     """A line for each row, with all of its figures."""
     columns = list(dict.fromkeys(name for row in rows for name in row))

@@ -9,8 +9,6 @@ an engine must that looks at tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch
 from .attention import ATTENTION, Batch
 from .backend import KVBackend, Numbers, pinned
 from .blocks import PagedKV, ReusingPagedKV
-from .groups import MOST, Groups
 from .model import Angles, Model
 from .rows import VmmKV
 from .run import InFlight, Run, SeenTokens
@@ -43,7 +40,7 @@ class Engine:
         graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and, with our kernels, which
             take no lengths from the host, prompts by number of tokens.
         reuse: begin prompts with known K and V; the tokens of each step are copied to the host for it, behind the next
-            step. Attention reads a prefix that several sequences share once for all of them.
+            step.
         suspend: preempted requests where that is cheaper than to compute them anew, on rows.
         late: see `Schedule`.
         options: of the backend beside these, as `lookahead` and `pool` of "vmm".
@@ -75,13 +72,11 @@ class Engine:
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
         self.write, self.attention = (make_kernel(self.kv) for make_kernel in ATTENTION[attention])
         # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
-        # where the last one ends, two by sequence that samples. Decode alone takes less; beside that two by group, and
-        # one more.
-        self.inputs = torch.zeros(8 * max_sequences + 2 * (chunk + MOST + 1), dtype=torch.int32, device=self.device)
+        # where the last one ends, two by sequence that samples. Decode alone takes less.
+        self.inputs = torch.zeros(8 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.group_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
         self.use_prompt_graphs = self.use_graphs and attention == "numba"
@@ -217,18 +212,17 @@ class Engine:
             last = counts.cumsum()[starts + counts == schedule.known[requests]] - 1
             targets = self._launch_prompts(offsets, host, len(step.prefill), last, ends)
         else:
-            targets = self._launch_decode(offsets, host, ends, step.groups)
+            targets = self._launch_decode(offsets, host, ends)
         return self.tokens[targets].to("cpu", non_blocking=True) if self.reuse else None
 
-    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers, groups: Groups | None) -> torch.Tensor:
-        """A token of each sequence, from a graph where there is one; returns where samples go."""
+    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers) -> torch.Tensor:
+        """Compute a token of each sequence, from a graph where there is one; return where samples go."""
         size = padded(len(offsets), self.graphs)
-        *_, targets = self._send([*self._decode_inputs(offsets, host, size), *group_inputs(groups), ends])
-        graph = (self.group_graphs if groups else self.graphs).get(size)
-        if graph:
+        *_, targets = self._send([*self._decode_inputs(offsets, host, size), ends])
+        if graph := self.graphs.get(size):
             graph.replay()
         else:
-            self._decode(size, host, has_groups=groups is not None)
+            self._decode(size, host)
         return targets
 
     def _launch_prompts(
@@ -283,15 +277,12 @@ class Engine:
             pad(np.append(0, ends), batch + 1, int(ends[-1])),
         ]
 
-    def _decode(self, size: int, host: Numbers | None = None, *, has_groups: bool = False) -> None:
-        """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
-        sizes = [size, size, size, size + 1, MOST + 1, MOST]
-        places, rows, seq_lens, cu_seqlens, bounds, tokens = self.inputs[: sum(sizes)].split(sizes)
+    def _decode(self, size: int, host: Numbers | None = None) -> None:
+        """Compute a token of each sequence of a batch, whose indices are at the beginning of the inputs."""
+        sizes = [size, size, size, size + 1]
+        places, rows, seq_lens, cu_seqlens = self.inputs[: sum(sizes)].split(sizes)
         positions = (seq_lens - 1).clamp_(min=0)
-        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0)
-        if has_groups:
-            batch = replace(batch, groups=(bounds, tokens))
-        hidden = self._forward(places, positions, batch)
+        hidden = self._forward(places, positions, Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0))
         self._sample(hidden, places + 1)
 
     def _prefill(self, inputs: list[torch.Tensor], host: Numbers | None, prompts: int) -> torch.Tensor:
@@ -330,8 +321,6 @@ class Engine:
         most = max(self.max_sequences, 2)
         for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
             self.graphs[size] = self._graph_of(self._decode, size, pool)
-            if self.reuse:
-                self.group_graphs[size] = self._graph_of(partial(self._decode, has_groups=True), size, pool)
         torch.cuda.synchronize()
 
     def _graph_of(self, function: Callable[[int], None], size: int, pool: Any) -> torch.cuda.CUDAGraph:
@@ -355,14 +344,8 @@ class Engine:
     def close(self) -> None:
         """Gives all memory back; the engine is of no use any more."""
         self.graphs.clear()
-        self.group_graphs.clear()
         self.prompt_graphs.clear()
         self.kv.close()
-
-
-def group_inputs(groups: Groups | None) -> list[Numbers]:
-    """What `_decode` takes of groups, padded with empty ones; nothing, where there are none."""
-    return [pad(groups.bounds, MOST + 1, int(groups.bounds[-1])), pad(groups.tokens, MOST)] if groups else []
 
 
 def padded(size: int, graphs: Iterable[int]) -> int:

@@ -21,7 +21,6 @@ from typing import TypeVar
 import numpy as np
 
 from .backend import Ids, KVBackend, Numbers
-from .groups import Beginnings, Groups
 
 T = TypeVar("T")
 
@@ -38,14 +37,12 @@ class Step:
         decode: requests that compute their last token.
         prefill: requests that compute a chunk of several tokens, and `counts`, how many.
         sampled: requests that get a new token.
-        groups: of `decode`, those that began alike, where that is worth it, and no prompts are beside them.
     """
 
     decode: Numbers
     prefill: Numbers
     counts: Numbers
     sampled: Numbers
-    groups: Groups | None = None
 
 
 class Schedule:
@@ -96,7 +93,6 @@ class Schedule:
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
         self.known = prompts.copy()
         self.computed = np.zeros_like(prompts)
-        self.beginnings = Beginnings(len(prompts))
         self.row = np.full_like(prompts, -1)
         self.cached = np.full_like(prompts, -1)
         self.waiting: deque[int] = deque()
@@ -131,10 +127,7 @@ class Schedule:
         wanted = lacking[lacking > 1]
         counts = np.minimum(wanted, self.chunk - (wanted.cumsum() - wanted))
         prefill, counts, wanted = (array[counts > 0] for array in (prefill, counts, wanted))
-        groups = None
-        if self.ids is not None and not len(prefill):
-            decode, groups = self.beginnings.grouped(decode, self.known[decode])
-        return Step(decode, prefill, counts, np.concatenate([decode, prefill[counts == wanted]]), groups)
+        return Step(decode, prefill, counts, np.concatenate([decode, prefill[counts == wanted]]))
 
     def _admit(self) -> None:
         while self.waiting and not self.blocked and len(self.running) < self.max_sequences and self._has_tokens_left():
@@ -170,11 +163,7 @@ class Schedule:
             row, computed = int(self.row[request]), int(self.computed[request])
             return (row, computed) if self._timed(self.kv.resume, row, tokens, spare) else None
         if self.ids is not None:
-            ids = self.ids(request)
-            begun = self._timed(self.kv.begin, ids, tokens, spare)
-            if begun:
-                self.beginnings.note(request, ids[: begun[1]])
-            return begun
+            return self._timed(self.kv.begin, self.ids(request), tokens, spare)
         if spare is not None and not self._timed(self.kv.fits, tokens, spare):
             return None
         return self._timed(self.kv.admit, tokens), 0
