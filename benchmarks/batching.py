@@ -6,8 +6,7 @@
 Requests have the lengths of a trace, tokens are random, and so are weights. A run that is not done after some seconds
 is stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known,
 and of others. On rows forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and
-compiled without reuse; on blocks with `sdpa`, and with each FlashAttention that transformers finds (or `--attention
-NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a folder in which it is
+compiled without reuse; on blocks with `sdpa` (or `--attention NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a folder in which it is
 unpacked, as often as there is time for (`--budget-seconds`). Without a GPU a tiny model runs, with lengths divided by
 16, and speeds say nothing.
 """
@@ -26,7 +25,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
@@ -86,7 +84,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
-    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; what it finds.")] = None,
+    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; sdpa.")] = None,
     vllm: options.VllmFolder = None,
     budget_seconds: options.BudgetSeconds = 480.0,
     json_output: JsonOutput = False,
@@ -101,8 +99,7 @@ def main(
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
     prompt = min(16_384, longest * 3 // 4)
-    attentions = attention or found_attentions()
-    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attentions, prompt)
+    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attention or ["sdpa"], prompt)
     result = {
         "environment": facts,
         "model": name,
@@ -116,12 +113,6 @@ def main(
         "vllm": serve_with_vllm(vllm, name, workload, nbytes, deadline - perf_counter()),
     }
     deliver(result, json_output, {f"{name}, {workload.name}": table, "Reuse": first_tokens_table})
-
-
-def found_attentions() -> list[str]:
-    """Those of transformers that can serve blocks here. The ones that read blocks in place may not be installed."""
-    found = {"flash_attention_3": is_flash_attn_3_available(), "flash_attention_2": is_flash_attn_2_available()}
-    return ["sdpa", *(name for name, is_here in found.items() if is_here)]
 
 
 def serve(

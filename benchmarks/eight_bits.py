@@ -12,8 +12,7 @@ none. All of them compute in fp32, so that what differs is K and V.
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
 these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
 come (but for the axes that its documentation advises): the group-wise ones keep up to 128 tokens behind the prompt as
-they are. Those that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU. How many tokens
-fit with scales in fp32, as they are kept, and in fp16 is arithmetic.
+they are. Caches that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2
 
 from vmmkv.cli.options import JsonOutput
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.layout import KV_DTYPES
 
 from .environment import environment
@@ -144,36 +142,6 @@ def measure(model: Qwen2ForCausalLM, length: int, batch: int, steps: int) -> lis
     return rows
 
 
-def round_trips(model: Qwen2ForCausalLM) -> Row:
-    """What rounding alone does to K and V of all layers, behind the rotary embedding, of their norm."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.randint(VOCABULARY, (2, 256)), past_key_values=cache)
-    states = {
-        which: torch.stack([getattr(layer, name) for layer in cache.layers])
-        for which, name in (("K", "keys"), ("V", "values"))
-    }
-    return {
-        name: {
-            which: distance(dequantize(*quantize(each, dtype), torch.float64), each.double())
-            for which, each in states.items()
-        }
-        for name, dtype in KV_DTYPES.items()
-    }
-
-
-def attention_errors() -> dict[str, float]:
-    """Of attention to normal K and V of 512 tokens, of its norm."""
-    queries, keys, values = torch.randn(3, 8, 512, 64, dtype=torch.float64)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    expected = attend(queries, keys, values)
-    found = {}
-    for name, dtype in KV_DTYPES.items():
-        kept = [dequantize(*quantize(states, dtype), torch.float64) for states in (keys, values)]
-        found[name] = distance(attend(queries, *kept), expected)
-    return found
-
-
 def main(
     lengths: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; 128 and 512.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 2,
@@ -182,11 +150,10 @@ def main(
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what 8-bit K and V do to logits."""
-    rows, kept = [], []
+    rows = []
     for outliers in OUTLIERS:
         torch.manual_seed(0)
         model = make_model(outliers, layers)
-        kept.append({"outliers": outliers, "error": round_trips(model)})
         for length in lengths or LENGTHS:
             rows += [{"outliers": outliers, "length": length, **row} for row in measure(model, length, batch, steps)]
     result: Row = {
@@ -195,15 +162,13 @@ def main(
         "channels": CHANNELS,
         "layers": layers,
         "tokens": batch * steps,
-        "attention": attention_errors(),
-        "round_trips": kept,
         "logits": rows,
     }
     distances = "Logits' distance from those of a cache of fp32, and the same first choice"
-    deliver(result, json_output, {distances: logits_table, "Off by, of the norm": rounding_table})
+    deliver(result, json_output, {distances: table})
 
 
-def logits_table(result: Row) -> Lines:
+def table(result: Row) -> Lines:
     """A line for each cache and length of prompts, a column for each kind of outliers."""
     found = {(row["cache"], row["length"], row["outliers"]): row for row in result["logits"]}
     kinds = sorted({row["outliers"] for row in result["logits"]})
@@ -211,39 +176,8 @@ def logits_table(result: Row) -> Lines:
     for length, cache in dict.fromkeys((row["length"], row["cache"]) for row in result["logits"]):
         of = [found[cache, length, kind] for kind in kinds]
         lines.append((f"{length:,}", cache, *(f"{row['distance']:.1%}, {row['agreement']:.0%}" for row in of)))
-    return ("prompt", "K and V in", *(_outliers(kind) for kind in kinds)), lines
-
-
-HEAD_DIM = 128
-SCALES = "fp32", "fp16"
-"""Of a token and head; those that are kept are the first."""
-
-
-def tokens_for_bf16(scales: str) -> float:
-    """Tokens in the bytes of one in bf16, with scales: by arithmetic, of any number of heads of `HEAD_DIM`."""
-    scale_bytes = {"fp32": 4, "fp16": 2}[scales]
-    return 2 * HEAD_DIM / (HEAD_DIM + scale_bytes)
-
-
-def rounding_table(result: Row) -> Lines:
-    """A line for each format: how far it is off, of the norm, and how much more fits."""
-    kept = result["round_trips"]
-    lines = [
-        (
-            f"vmmkv {name}",
-            f"{error:.2%}",
-            *(f"{of['error'][name]['K']:.2%}, {of['error'][name]['V']:.2%}" for of in kept),
-            *(f"{tokens_for_bf16(scales):.2f}" for scales in SCALES),
-        )
-        for name, error in result["attention"].items()
-    ]
-    columns = [f"K, V: {_outliers(of['outliers'])}" for of in kept]
-    columns += [f"tokens for one in bf16, scales in {scales} (arithmetic)" for scales in SCALES]
-    return ("K and V in", "attention to normal K and V", *columns), lines
-
-
-def _outliers(times: int) -> str:
-    return f"outliers of K {times} x" if times > 1 else "no outliers"
+    columns = (f"outliers of K {kind} x" if kind > 1 else "no outliers" for kind in kinds)
+    return ("prompt", "K and V in", *columns), lines
 
 
 if __name__ == "__main__":

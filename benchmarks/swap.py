@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from time import perf_counter
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -38,27 +38,12 @@ Places = npt.NDArray[np.uint64]
 SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
 
 
-class Way(Protocol):
-    """How bytes go to the host and come back."""
-
-    content: torch.Tensor
-    """What has to be there again."""
-
-    def out(self) -> None:
-        """Brings them to the host."""
-
-    def forget(self) -> None:
-        """Has nothing of them left on the device."""
-
-    def back(self) -> None:
-        """Brings them back."""
-
-    def here(self) -> torch.Tensor:
-        """What is there now."""
-
-
 class Plain:
-    """A tensor, and one copy."""
+    """A tensor, and one copy.
+
+    A way has `content`, which must be there again, `out()`, which brings it to the host, `forget()`, which leaves
+    nothing of it on the device, `back()`, which brings it back, and `here()`, which returns what is there now.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
@@ -155,6 +140,9 @@ class Suspended:
 
     def here(self) -> torch.Tensor:
         return torch.stack(self.states())
+
+
+Way = Plain | Suspended
 
 
 def measure(ways: dict[str, Way], device: torch.device, rounds: int) -> tuple[dict[str, list[float]], ...]:

@@ -132,6 +132,5 @@ TABLES = {
     "handing-over": Table(("transfer_gpu.json",), transfer.table),
     "pools": Table(("pools_gpu.json",), pools.table),
     "pool-moves": Table(("pools_gpu.json",), pools.move_table),
-    "eight-bits-logits": Table(("eight_bits.json",), eight_bits.logits_table),
-    "eight-bits-rounding": Table(("eight_bits.json",), eight_bits.rounding_table),
+    "eight-bits": Table(("eight_bits.json",), eight_bits.table),
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -54,21 +54,12 @@ def move(rank: int, message: torch.Tensor) -> None:
         dist.recv(message, SENDER)
 
 
-class Way(Protocol):
-    """How bytes go; both processes have one."""
-
-    def go(self) -> None:
-        """What is timed."""
-
-    def bytes(self) -> torch.Tensor:
-        """Those that are to be sent, or were received, to be written and read."""
-
-    def forget(self) -> None:
-        """Has the receiver's be others."""
-
-
 class Plain:
-    """From a tensor of torch's allocator to another."""
+    """From a tensor of torch's allocator to another.
+
+    Both processes have each way: `go()` is timed, `bytes()` are those that are sent or were received, and `forget()`
+    overwrites the receiver's.
+    """
 
     def __init__(self, rank: int, nbytes: int, device: torch.device) -> None:
         self.rank, self.tensor = rank, torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -148,6 +139,9 @@ class Pieces:
     def arranged(self, content: torch.Tensor) -> torch.Tensor:
         """Bytes as they lie in these pieces, of which the i-th is at `order[i]`."""
         return torch.empty_like(self.pieces).index_copy_(0, self.order, content.view_as(self.pieces)).view(-1)
+
+
+Way = Plain | Rows | Pieces
 
 
 # ------------------------------------------------------------------ two processes

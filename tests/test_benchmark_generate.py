@@ -160,5 +160,4 @@ def test_compiled_steps_and_peaks_on_a_gpu() -> None:
             assert bool(cell["sdpa_kernels"]) == (cell["attention"] == "sdpa"), cell
             assert cell["peak_bytes"] >= cell["held_bytes"], cell
             assert cell["kv_peak_bytes"] <= cell["peak_bytes"], cell
-            assert cell["floor_ms"] < cell["step_ms"], cell
     assert any(cell["status"] == "measured" for cell in cells if cell["contender"] == STATIC_COMPILED.name)

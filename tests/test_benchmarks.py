@@ -357,13 +357,11 @@ def test_fragmentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bits, "OUTLIERS", (1, 10))
     monkeypatch.setattr(eight_bits, "installed", lambda package: None)  # they take seconds to import
-    sizes = "--lengths 20 --batch 1 --steps 3 --layers 1"
-    result = measured(eight_bits, sizes, "eight-bits-logits", "eight-bits-rounding")
+    result = measured(eight_bits, "--lengths 20 --batch 1 --steps 3 --layers 1", "eight-bits")
     distances = {(row["cache"], row["outliers"]): row["distance"] for row in result["logits"]}
     for outliers in (1, 10):
         assert 0 < distances["bf16", outliers] < distances["vmmkv int8", outliers] < 1
         assert distances["vmmkv int8", outliers] < distances["vmmkv fp8", outliers] < 1
-    assert all(0 < result["attention"][name] < 0.1 for name in ("fp8", "int8"))
 
 
 def test_a_few_channels_of_k_are_many_times_the_rest() -> None:

@@ -130,16 +130,11 @@ def measure_contender(
 
 
 def set_ratios(result: Figures) -> None:
-    """Sets each cell against the baseline's speed in the same cell, and against the time that the device needs to
-    copy as many bytes as weights, K and V have."""
+    """Set each cell against the baseline's speed in the same cell."""
     cells = [cell for cell in result["cells"] if cell["status"] == "measured"]
     baseline = {shape(cell): cell["step_ms"] for cell in cells if cell["contender"] == BASELINE.name}
     for cell in cells:
         cell["of_baseline"] = baseline[shape(cell)] / cell["step_ms"] if shape(cell) in baseline else None
-        bandwidth = result["copy_gb_per_s"]
-        nbytes = cell["weight_bytes"] + cell["live_bytes"]
-        cell["floor_ms"] = nbytes / bandwidth / 1e6 if bandwidth else None
-        cell["of_floor"] = cell["step_ms"] / cell["floor_ms"] if bandwidth else None
 
 
 def wrong_cells(result: Figures) -> list[Figures]:

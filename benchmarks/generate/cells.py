@@ -122,15 +122,13 @@ def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, re
 
 
 def speed(run: Run, cell: Cell) -> Figures:
-    """Of a decode step; and of the whole call, and to the first token, where the prompt was computed."""
+    """Of a decode step, and to the first token, where the prompt was computed."""
     steps = run.step_seconds[WARM_UP_STEPS:]
-    whole = run.first_seconds + sum(run.step_seconds)
     return {
         "steps_timed": len(steps),
         "step_ms": median(steps) * 1e3,
         "tokens_per_s": cell.batch / median(steps),
         "ttft_ms": None if cell.prefilled else run.first_seconds * 1e3,
-        "generate_tokens_per_s": None if cell.prefilled else cell.batch * cell.new_tokens / whole,
     }
 
 
