@@ -3,12 +3,11 @@
     python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--vllm DIR]
                                   [--json]
 
-Requests have the lengths of a trace, tokens are random, and so are weights. A run that is not done after some seconds
-is stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known,
-and of others. On rows forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and
-compiled without reuse; on blocks with `sdpa` (or `--attention NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a folder in which it is
-unpacked, as often as there is time for (`--budget-seconds`). Without a GPU a tiny model runs, with lengths divided by
-16, and speeds say nothing.
+Requests have the lengths of a trace; tokens and weights are random. A run that is not done after some seconds is
+stopped, and measured by the tokens until then. Rows run uncompiled, compiled, and compiled without reuse; blocks with
+`sdpa` (or `--attention NAME`). Then first tokens of prompts of which nine tenths are known, and of others. vLLM serves
+the same requests at the end, where it is installed, or `--vllm` names a folder in which it is unpacked, as often as
+there is time for. Without a GPU a tiny model runs, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -280,7 +279,7 @@ def serve_with_vllm(folder: Path | None, name: str, workload: Workload, nbytes: 
     prompts = [ids.tolist() for ids in workload.prompts(config.vocab_size, seed=0)]
     told = vllm_peer.serve(
         vllm_peer.model_config(shape_of(config), config.max_position_embeddings),
-        [{"prompts": prompts, "outputs": outputs, "runs": [None] * VLLM_ROUNDS}],
+        [{"prompts": prompts, "outputs": outputs, "rounds": VLLM_ROUNDS}],
         folder,
         seconds,
         dtype="bfloat16",

@@ -22,9 +22,8 @@ from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.driver.host import NullDriver
 
-from .by_hand import ByHand
 from .environment import environment
-from .host_time import in_turns, microseconds, ranged, spread
+from .host_time import ByHand, in_turns, microseconds, ranged, spread
 from .output import Lines, Row, deliver
 
 LAYOUT = KVLayout(32, 8, 128, torch.bfloat16)

@@ -3,13 +3,15 @@
     python -m benchmarks.fragmentation [--trace FILE] [--requests N] [--json]
 
 All requests wait from the beginning; as many run as the allocator has memory for, and where it runs short the newest
-are preempted. Needs no GPU and no memory: the allocators of `benchmarks.virtual` keep books only.
+are preempted. Needs no GPU and no memory: allocators keep books only. Rows are a real `KVCache` on a driver without
+memory; static reservation and block tables are a pool with a free list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,16 +21,16 @@ import torch
 import typer
 from rich.progress import track
 
-from vmmkv import KVLayout, OutOfPagesError
+from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import errors
 from vmmkv.core.addresses import ADDRESS_LIMIT
+from vmmkv.driver.host import NullDriver
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .environment import environment
 from .output import Lines, Row, deliver
-from .virtual import SCHEMES, make_allocator, used_bytes
 
 MODELS = {
     "Llama-2-7B": KVLayout(num_layers=32, num_kv_heads=32, head_dim=128),
@@ -40,8 +42,88 @@ MODELS = {
 BUDGETS = (20, 80)
 RESERVATIONS = (2048, 4096, 8192)
 """Tokens that static reservation keeps for a sequence; its waste depends on nothing as much as on this."""
+SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
+"""`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
+layer, `token-major` one for all of them: both are a `KVCache`."""
 SAMPLE_STEPS = 20
 CURVE_POINTS = 100
+
+
+@dataclass(slots=True, eq=False)
+class BlockSequence:
+    """A sequence in blocks: its length, and its row of the block table."""
+
+    length: int
+    blocks: list[int]
+
+
+class BlockPool:
+    """Blocks of one size from a free list; with blocks of `max_seq_len` tokens it is static reservation.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.free_blocks = list(range(num_blocks))
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - len(self.free_blocks)
+
+    def sequence(self, tokens: int) -> BlockSequence:
+        sequence = BlockSequence(0, [])
+        self.extend([sequence], tokens)
+        return sequence
+
+    def extend(self, sequences: Sequence[BlockSequence], tokens: int) -> None:
+        """All of them or none, as `KVCache.extend`."""
+        size = self.block_tokens
+        missing = [-(-(sequence.length + tokens) // size) - len(sequence.blocks) for sequence in sequences]
+        if sum(missing) > len(self.free_blocks):
+            requested, available = sum(missing), len(self.free_blocks)
+            raise OutOfPagesError(
+                f"asked for {requested} more blocks of {size} tokens; {available} of {self.num_blocks} are free",
+                requested=requested,
+                available=available,
+            )
+        for sequence, count in zip(sequences, missing):
+            sequence.length += tokens
+            for _ in range(count):
+                sequence.blocks.append(self.free_blocks.pop())
+
+    def free(self, sequences: Sequence[BlockSequence]) -> None:
+        for sequence in sequences:
+            self.free_blocks += sequence.blocks
+            sequence.blocks.clear()
+
+
+def make_allocator(
+    scheme: str, layout: KVLayout, budget: int, max_seq_len: int, max_sequences: int
+) -> KVCache | BlockPool:
+    """An allocator of one of `SCHEMES` over `budget` bytes."""
+    if scheme == "per layer":
+        # K and V of each layer as layers of their own, which have no V.
+        heads, width = layout.num_kv_heads, layout.head_dim
+        layout = KVLayout(2 * layout.num_layers, heads, width, layout.dtype, v_head_dim=0, layers_per_range=1)
+    if scheme in ("per layer", "token-major"):
+        pool = FramePool.on(NullDriver(budget), budget)
+        # One row more than there could be pages for: memory runs out, not rows.
+        rows = min(max_sequences, budget // pool.page_size // len(layout.record_bytes) + 1)
+        large = scheme == "token-major"  # a range for each layer has pages of one size
+        return KVCache(layout, rows, max_seq_len, pool=pool, large_frames=large, lookahead=0)
+    block_tokens = max_seq_len if scheme == "static" else int(scheme.removeprefix("block "))
+    return BlockPool(budget // (block_tokens * layout.token_bytes), block_tokens)
+
+
+def used_bytes(allocator: KVCache | BlockPool, layout: KVLayout) -> int:
+    """Bytes that live sequences keep from others."""
+    if isinstance(allocator, BlockPool):
+        return allocator.used_blocks * allocator.block_tokens * layout.token_bytes
+    return allocator.stats().pages["used"] * allocator.page_size
 
 
 def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq_len: int) -> Row:

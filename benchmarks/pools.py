@@ -23,7 +23,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.progress import Progress
 
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.budget import parse_bytes
@@ -245,8 +244,7 @@ def measure(
     found: dict[tuple[int, str], list[Row]] = {(size, mode): [] for size in sorted(works) for mode in MODES}
     largest = next(iter(works.values()))
     engines: dict[str, list[Engine]] = {}
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress, ExitStack() as stack:
-        task = progress.add_task("Serving", total=rounds * len(found))
+    with ExitStack() as stack:
         for number, size in product(range(rounds), works):
             for mode in MODES[:: -1 if number % 2 else 1]:
                 name = f"bursts of {size}, {mode}, round {number + 1}"
@@ -261,7 +259,6 @@ def measure(
                         speed = f"{run['tokens_per_s']:,.0f} tokens/s"
                         errors.print(f"{name}: {run['seconds']:.1f} s, {speed}", highlight=False)
                         found[size, mode].append(run)
-                        progress.advance(task)
                         continue
                 result["missed"].append(name)
     for (size, mode), runs in found.items():

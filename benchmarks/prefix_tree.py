@@ -4,8 +4,7 @@
 
 The tree holds conversations that begin with one of a few system prompts. Prompts of the same length differ in how much
 of them is cached. The dictionary is the usual way with block tables: each block of a page's tokens is looked up by a
-SHA-256 of its ids and of the block before. Both must find the same. Then new conversations: a commit, the next turn on
-the row of the last one, a hit beside it; and pages that are evicted. The driver does nothing.
+SHA-256 of its ids and of the block before. Both must find the same.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 import typer
 
-from vmmkv import FramePool, KVCache, Sequence
+from vmmkv import FramePool, KVCache
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import errors
 from vmmkv.driver.host import NullDriver
@@ -29,9 +28,8 @@ from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes, ids_of
 
 from .environment import environment
-from .geometry import LAYOUT, calls_of, calls_since
+from .geometry import LAYOUT
 from .output import Lines, Row, deliver
-from .prefixes import TURN
 
 Ids = npt.NDArray[np.int64]
 
@@ -40,11 +38,7 @@ PAGE_TOKENS = 16
 VOCABULARY = 128_256
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 8, 512, 1024
 TYPICAL = "all but the last turn"
-BATCH = 1000
-"""Pages evicted in a call."""
 ROWS = 8
-WARM_UP = 4 * ROWS
-"""Conversations until each new one takes the pages of another."""
 
 
 class BlockHashes:
@@ -97,10 +91,8 @@ def main(
             {"prompt": name} | measure(prompts, cache, hashes, repeats)
             for name, prompts in make_prompts(conversations, tokens, rng).items()
         ]
-    with errors.status("changing"):
-        result["changes"] = changes(cache, tokens, max(repeats // 10, 1), rng)
     title = f"Prompts of {tokens:,} tokens, {result['pages']:,} pages"
-    deliver(result, json_output, {title: table, "Changes": change_table})
+    deliver(result, json_output, {title: table})
 
 
 def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[KVCache, list[Ids]]:
@@ -172,43 +164,6 @@ def spread(times: list[float]) -> dict[str, float]:
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
-def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator) -> Row:
-    """Microseconds to commit a new conversation, of its next turn, of a hit beside that, and to evict a page."""
-    took: dict[str, list[float]] = {"commit_us": [], "next_turn_us": [], "hit_us": [], "evict_us_a_page": []}
-    begun: list[Sequence] = []
-    calls = 0
-
-    def start(ids: Ids) -> None:
-        begun.append(cache.sequence(token_ids=ids))
-
-    for number in range(WARM_UP + repeats):
-        ids = draw(rng, tokens + TURN)
-        sequence = cache.sequence(token_ids=ids[:tokens], expected_tokens=tokens + TURN)
-        sequence.extend(TURN)  # the pages of the next turn
-        sequence.truncate(tokens)
-        took["commit_us"] += clock(sequence.commit, [ids[:tokens]], 1)
-        sequence.free()
-        before = calls_of(cache)
-        took["next_turn_us"] += clock(start, [ids], 1)
-        calls += sum(calls_since(cache, before).values())
-        took["hit_us"] += clock(start, [ids], 1)
-        assert [each.cached_tokens for each in begun] == [tokens, tokens]
-        cache.free(begun)
-        begun.clear()
-        if number < WARM_UP:
-            calls = 0
-            for values in took.values():
-                values.clear()
-    cache.check()
-    assert cache.prefixes is not None
-    began = perf_counter()
-    while pages := cache.prefixes.evict(BATCH):
-        took["evict_us_a_page"].append((perf_counter() - began) * 1e6 / pages)
-        began = perf_counter()
-    found: Row = {name: spread(values) for name, values in took.items()}
-    return found | {"next_turn_calls": calls, "evicted_at_a_time": BATCH}
-
-
 def table(result: Row) -> Lines:
     """A line for each kind of prompt."""
     return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), [
@@ -221,12 +176,6 @@ def table(result: Row) -> Lines:
         )
         for row in result["matches"]
     ]
-
-
-def change_table(result: Row) -> Lines:
-    """A line for each kind of change."""
-    changes = [(name, row) for name, row in result["changes"].items() if isinstance(row, dict)]
-    return ("change", "µs"), [(name, ranged(row)) for name, row in changes]
 
 
 def ranged(took: dict[str, float]) -> str:

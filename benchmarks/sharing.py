@@ -25,10 +25,9 @@ from vmmkv.cli.output import errors, format_bytes
 from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import Driver
 
-from .by_hand import ByHand
 from .environment import environment
 from .geometry import LAYOUT, calls_of, calls_since, memory_of, open_geometry
-from .host_time import in_turns, microseconds, spread
+from .host_time import ByHand, in_turns, microseconds, spread
 from .output import Lines, Row, deliver
 
 FRAMES = {True: "large frames", False: "single pages"}

@@ -7,13 +7,10 @@ import pytest
 import torch
 from conftest import DEVICE, run_module_here
 
-from benchmarks.attention import batches, cascade, shapes
-from benchmarks.attention import layouts as layouts_module
+from benchmarks.attention import batches, shapes
 from benchmarks.attention.__main__ import wrong_rows
-from benchmarks.attention.batches import Case, Reference, evenly, make_batch, spread
-from benchmarks.attention.cascade import Shape, make_shared, ours, shared_layouts
+from benchmarks.attention.batches import Case, Reference, evenly, layers_that_fit, layouts, make_batch, spread
 from benchmarks.attention.cases import EVEN, RAGGED, attention, decode_cases
-from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
 from benchmarks.attention.shapes import Geometry, error_of, make_call, make_prompt
 from benchmarks.attention.tables import part_table
@@ -26,11 +23,10 @@ WHERE = torch.device(DEVICE)
 @pytest.fixture
 def _few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many queries for each head of K and V as are measured; but each of those is work of its own in a simulator."""
-    for module in (batches, cascade, layouts_module, shapes):
+    for module in (batches, shapes):
         assert module.NUM_KV_HEADS == 8
         monkeypatch.setattr(module, "NUM_KV_HEADS", KV_HEADS)
-        if hasattr(module, "NUM_HEADS"):
-            monkeypatch.setattr(module, "NUM_HEADS", HEADS)
+        monkeypatch.setattr(module, "NUM_HEADS", HEADS)
 
 
 @pytest.mark.parametrize(("q_len", "seq_len", "causal"), [(1, 9, True), (4, 4, True), (3, 10, True), (3, 10, False)])
@@ -77,29 +73,6 @@ def test_all_layouts_hold_the_same_and_the_kernels_find_it(case: Case, checked: 
                 assert reference.error(attention(batch, kv, case.kernels[0])()) < 2e-2
     assert not reference.error(torch.full_like(batch.q, torch.nan)) < 2e-2
     assert reference.error(torch.zeros_like(batch.q)) == 1
-
-
-def test_shared_tokens_are_the_same_in_all_layouts() -> None:
-    """In rows of a cache and in blocks there is one copy of them."""
-    shape = Shape(groups=2, size=2, shared=32, own=5)
-    batch = make_shared(shape, WHERE)
-    with shared_layouts(shape, batch) as made:
-        for shared in made:
-            for index, row in enumerate(shared.rows.tolist()):
-                for found, expected in zip(shared.kv.row(row, 37), (batch.k, batch.v)):
-                    assert torch.equal(found, expected[index, :37])
-        blocks = made[-1].kv
-        assert torch.equal(blocks.block_table[0, :2], blocks.block_table[1, :2])
-        assert len(blocks.k) == 2 * 2 + 4 * 1
-
-
-@pytest.mark.usefixtures("_few_heads")
-def test_cascade_is_called_as_it_should_be() -> None:
-    shape = Shape(groups=1, size=2, shared=16, own=1)
-    batch = make_shared(shape, WHERE)
-    with shared_layouts(shape, batch, ("paged-16",)) as (shared,):
-        shared.kv.block_table[1, 0] = 1 << 30  # it is not looked up
-        assert Reference(batch).error(ours(shape, batch, shared, "mma")()) < 2e-2
 
 
 def test_page_tables_for_flashinfer() -> None:

@@ -15,9 +15,9 @@ from transformers import StaticCache
 from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.caches import BASELINE, CONTENDERS
+from benchmarks.generate.cells import CPU, GPU, LLAMA, QWEN
 from benchmarks.generate.decode import Watched
 from benchmarks.generate.models import CONFIGS, build, token_bytes, weight_bytes
-from benchmarks.generate.plans import CPU, GPU, LLAMA, QWEN
 from benchmarks.generate.tables import tables
 from vmmkv import KVLayout
 from vmmkv.errors import OutOfPagesError

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from benchmarks import batching, tables
 from benchmarks.engine.model import MODELS
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import Step
 from benchmarks.generate.models import CONFIGS, token_bytes
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
@@ -78,65 +77,31 @@ def test_it_measures_rows_and_blocks(trace: list[str], tmp_path: Path) -> None:
 
 
 VLLM = """
-import json, os, sys, time
+import json, os, sys
 from pathlib import Path
 from types import SimpleNamespace
-from vllm.sampling_params import SamplingParams
 
 assert not {"vmmkv", "torch", "benchmarks"} & sys.modules.keys()
 __version__ = "0.23.0"
 
 
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize):
+        assert ignore_eos and not detokenize and not temperature
+        self.max_tokens = max_tokens
+
+
 class LLM:
     def __init__(self, **options):
         config = json.loads((Path(options["model"]) / "config.json").read_text())
-        told = options | {"config": config, "offline": os.environ["HF_HUB_OFFLINE"], "resets": 0}
-        self.path = Path(__file__).with_name(f"told-{options['enable_prefix_caching']}.json")
-        self.told, self.live = told, {}
-        self.llm_engine = self
-        self.write()
-
-    def write(self):
-        self.path.write_text(json.dumps(self.told))
-
-    def reset_prefix_cache(self):
-        self.told["resets"] += 1
-        self.write()
-
-    def answer(self, name, tokens):
-        return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7] * tokens)])
+        told = options | {"config": config, "offline": os.environ["HF_HUB_OFFLINE"]}
+        Path(__file__).with_name("told.json").write_text(json.dumps(told))
 
     def generate(self, prompts, params, use_tqdm):
         assert all(prompt["prompt_token_ids"] for prompt in prompts)
-        time.sleep(0.001)
-        return [self.answer("", each.max_tokens) for each in params]
-
-    def add_request(self, name, prompt, params):
-        assert params.output_kind == "delta" and name not in self.live
-        self.live[name] = params.max_tokens
-
-    def has_unfinished_requests(self):
-        return bool(self.live)
-
-    def step(self):
-        time.sleep(0.001)
-        self.live = {name: left - 1 for name, left in self.live.items()}
-        answers = [self.answer(name, 1) for name in self.live]
-        self.live = {name: left for name, left in self.live.items() if left}
-        return answers
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * each.max_tokens)]) for each in params]
 """
-"""Stands in for vLLM: it answers at once, or a token a step, and says what it was told."""
-SAMPLING = """
-from types import SimpleNamespace
-
-RequestOutputKind = SimpleNamespace(DELTA="delta")
-
-
-class SamplingParams:
-    def __init__(self, temperature, max_tokens, ignore_eos, detokenize, output_kind="all"):
-        assert ignore_eos and not detokenize
-        self.max_tokens, self.output_kind = max_tokens, output_kind
-"""
+"""Stands in for vLLM: it answers at once, and writes down its options."""
 
 
 @pytest.fixture
@@ -145,31 +110,24 @@ def vllm(tmp_path: Path) -> Path:
     folder = tmp_path / "peer" / "vllm"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(VLLM)
-    (folder / "sampling_params.py").write_text(SAMPLING)
     return folder
 
 
 def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, trace: list[str], tmp_path: Path) -> None:
     both = "--backends", "vmm", "--backends", "vllm", "--vllm", str(vllm.parent)
-    result = measured(tmp_path, *trace, *both, "--rounds", "2", "--rates", "0.5", "--seeds", "2")
-    rows = {(row["load"], row["backend"]): row for row in result["serving"]}
-    assert rows.keys() == {(load, name) for load in ("saturation", "50% load") for name in ("vmm", "vllm")}
+    result = measured(tmp_path, *trace, *both, "--rounds", "2", "--rates", "0.5", "--wait")
+    ours, other = (next(row for row in result["serving"] if row["backend"] == name) for name in ("vmm", "vllm"))
+    assert [row["load"] for row in result["serving"] if row["backend"] == "vllm"] == ["saturation"]
     assert result["peers"]["vllm"] == "0.23.0"
     assert result["missed"] == result["skipped"] == []
-    for load in ("saturation", "50% load"):
-        ours, other = rows[load, "vmm"], rows[load, "vllm"]
-        for name in ("requests", "finished", "offered_requests_per_s"):
-            assert other[name] == ours[name]
-        assert len(other["rounds"]) == 2
-        tokens = ours["output_tokens_per_s"] * ours["seconds"]
-        assert other["output_tokens_per_s"] * other["seconds"] == pytest.approx(tokens)
-    coming = rows["50% load", "vllm"]
-    assert "ttft_s" not in rows["saturation", "vllm"]
-    assert 0 < coming["ttft_s"]["p50"] <= coming["ttft_s"]["most"] < coming["seconds"]
-    told = json.loads((vllm / "told-False.json").read_text())
+    assert other["finished"] == other["requests"] == ours["finished"] == ours["requests"]
+    assert len(other["rounds"]) == 2
+    tokens = ours["output_tokens_per_s"] * ours["seconds"]
+    assert other["output_tokens_per_s"] * other["seconds"] == pytest.approx(tokens)
+    told = json.loads((vllm / "told.json").read_text())
     assert told["num_gpu_blocks_override"] * 16 * result["token_bytes"] == result["budget_bytes"]
     assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (8192, 256)
-    assert (told["max_model_len"], told["offline"], told["resets"]) == (512, "1", 0)
+    assert (told["max_model_len"], told["offline"]) == (512, "1")
     shape, config = MODELS["tiny"], told["config"]
     assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (shape.num_layers, shape.num_kv_heads)
     assert (config["vocab_size"], config["hidden_size"]) == (shape.vocab_size, shape.hidden_size)
@@ -359,24 +317,6 @@ def test_figures_of_a_run() -> None:
     assert row["tokens_per_s"] == (8 + 24) / 4
     assert quantiles(np.empty(0)) == {"p50": None, "p99": None, "most": None}
     assert quantiles(np.arange(1000.0))["p99"] == pytest.approx(989.01)
-
-
-def test_gaps_are_between_tokens_of_a_request() -> None:
-    rng = np.random.default_rng()
-    run = Run(np.zeros(3), np.ones(3, np.int64), np.array([1, 4, 6]))
-    ends = rng.exponential(1.0, 20).cumsum()
-    times: list[list[float]] = [[], [], []]
-    for end in ends:
-        sampled = np.flatnonzero(list(map(len, times)) < run.outputs)
-        sampled = sampled[rng.random(len(sampled)) < 0.7]
-        run.take_down(Step(sampled, sampled[:0], sampled[:0], sampled), end - 0.1, end)
-        for request in sampled:
-            times[request].append(float(end))
-    for request, those in enumerate(times):
-        if len(those) > 1:
-            assert run.longest_gap[request] == max(np.diff(those))
-        else:
-            assert np.isnan(run.longest_gap[request])
 
 
 def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vmmkv
-from benchmarks.attention.layouts import OVERREAD
+from benchmarks.attention.batches import OVERREAD
 from vmmkv.kernels import decode
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128

@@ -1,6 +1,6 @@
 """Attention kernels on plain tensors, on rows of a cache and on blocks of a block table, beside their peers.
 
-    python -m benchmarks.attention [--json] [--quick] [--trace FILE] [--only PART]
+    python -m benchmarks.attention [--json] [--trace FILE] [--only PART]
 
 Needs an NVIDIA GPU. Random data in bf16, 32 heads over 8 KV heads of 128; in the parts `shapes` and `prompts` other
 heads, several queries and K and V in 8 bits, too. Figures are medians, from replayed CUDA graphs; calls that
@@ -22,7 +22,7 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import errors
 from vmmkv.workload import name_of
 
-from .cases import compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
+from .cases import compile_kernels, decode_cases, prefill_cases, run_case
 from .peers import versions
 from .shapes import run_prompts, run_shapes
 from .tables import part_table
@@ -41,7 +41,6 @@ class Part(StrEnum):
 
 def main(
     json_output: JsonOutput = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One shape of each.")] = False,
     trace: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Ragged lengths: a CSV or JSON lines trace.")
     ] = None,
@@ -51,7 +50,7 @@ def main(
     if not torch.cuda.is_available():
         errors.print("This benchmark needs an NVIDIA GPU; torch sees none.", style="red")
         raise typer.Exit(1)
-    result = run(quick, trace, only or list(Part))
+    result = run(trace, only or list(Part))
     parts = [part for part in (*Part, "skipped") if part in result]
     deliver(result, json_output, {part: lambda result, part=part: part_table(result[part]) for part in parts})
     wrong = wrong_rows(result)
@@ -61,10 +60,9 @@ def main(
         raise typer.Exit(1)
 
 
-def run(quick: bool, trace: Path | None, parts: list[Part]) -> Row:
+def run(trace: Path | None, parts: list[Part]) -> Row:
     """The whole result."""
-    cases = quick_cases() if quick else decode_cases(trace) + prefill_cases()
-    cases = [case for case in cases if case.part in parts]
+    cases = [case for case in decode_cases(trace) + prefill_cases() if case.part in parts]
     device = torch.device("cuda", torch.cuda.current_device())
     result: Row = {"environment": environment(device), "peers": versions(), "ragged_lengths": name_of(trace)}
     result["skipped"] = []

@@ -14,8 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from .batches import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Batch
-from .layouts import KV
+from .batches import DTYPE, HEAD_DIM, KV, NUM_HEADS, NUM_KV_HEADS, Batch
 from .timing import Call
 
 WORKSPACE_BYTES = 512 << 20
@@ -84,7 +83,7 @@ def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:
 
 def flash_attention_3(batch: Batch, kv: KV) -> Call:
     """FlashAttention-3, built without block tables; lengths are given only where they differ, its faster way. It reads
-    whole tiles then, beyond a sequence's end: see `layouts.OVERREAD`."""
+    whole tiles then, beyond a sequence's end: see `OVERREAD`."""
     from fa3_fwd_interface import flash_attn_with_kvcache
 
     case = batch.case
@@ -101,13 +100,7 @@ def flashinfer_decode(tensor_cores: bool, batch: Batch, kv: KV) -> Call:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(make_workspace(batch), "NHD", use_tensor_cores=tensor_cores)
     block_size = kv.k.shape[1]
     wrapper.plan(
-        *page_table(batch, kv),
-        NUM_HEADS,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        block_size,
-        q_data_type=DTYPE,
-        kv_data_type=DTYPE,
+        *page_table(batch, kv), NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, q_data_type=DTYPE, kv_data_type=DTYPE
     )
     return partial(wrapper.run, batch.q.flatten(0, 1), (kv.k, kv.v))
 

@@ -102,7 +102,4 @@ def copy_bandwidth(device: torch.device, nbytes: int = 4 << 30) -> dict[str, flo
     source = torch.randn(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copy, read = measure([lambda: target.copy_(source), source.sum], graph=False)
-    return {
-        "copy_gb_per_s": 2 * nbytes / copy.microseconds / 1e3,
-        "read_gb_per_s": nbytes / read.microseconds / 1e3,
-    }
+    return {"copy_gb_per_s": 2 * nbytes / copy.microseconds / 1e3, "read_gb_per_s": nbytes / read.microseconds / 1e3}

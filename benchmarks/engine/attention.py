@@ -125,7 +125,4 @@ def split(batch: Batch) -> list[tuple[int, int, slice]]:
 
 
 Kernels = tuple[Callable[[KVBackend], Write], Callable[[KVBackend], Attend]]
-ATTENTION: dict[str, Kernels] = {
-    "numba": (numba_write, numba_attention),
-    "torch": (torch_write, torch_attention),
-}
+ATTENTION: dict[str, Kernels] = {"numba": (numba_write, numba_attention), "torch": (torch_write, torch_attention)}

@@ -94,7 +94,6 @@ class Engine:
         *,
         wait: bool = False,
         deadline: float = float("inf"),
-        progress: Callable[[int], object] = lambda finished: None,
     ) -> Run:
         """Serves requests to their end.
 
@@ -105,7 +104,6 @@ class Engine:
             wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
                 the host is a step ahead of the device.
             deadline: `perf_counter()` when to stop, finished or not.
-            progress: called with the number of finished requests.
 
         Raises:
             ValueError: a request is too long for the backend, or all are for `max_tokens`.
@@ -129,7 +127,7 @@ class Engine:
         run = Run(times, sizes, counts)
         flight = InFlight(run, seen)
         try:
-            self._serve(schedule, flight, wait, deadline, progress)
+            self._serve(schedule, flight, wait, deadline)
         finally:
             schedule.remove_all()
         run.seconds = flight.now()
@@ -140,10 +138,8 @@ class Engine:
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 
-    def _serve(
-        self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float, progress: Callable[[int], object]
-    ) -> None:
-        """Runs steps until all requests have finished, or it is too late."""
+    def _serve(self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float) -> None:
+        """Run steps until all requests have finished, or it is too late."""
         run = flight.run
         arrived = finished = 0
         while finished < len(run.arrivals) and perf_counter() < deadline:
@@ -171,9 +167,7 @@ class Engine:
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
             if len(flight) > 1:
                 flight.complete()
-            if leaving:
-                finished += len(leaving)
-                progress(finished)
+            finished += len(leaving)
         while flight:
             flight.complete()
 

@@ -25,7 +25,6 @@ class Run:
         arrivals: when each request comes.
         prompts, outputs: its tokens.
         first, finish: when its first token, and its last one, were there.
-        longest_gap: between two of its tokens, and `latest`, when it had one last.
         tokens: prompt and output of each request, one after another; 0 where a token was not generated.
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
@@ -41,8 +40,6 @@ class Run:
     outputs: Numbers
     first: npt.NDArray[np.float64] = field(init=False)
     finish: npt.NDArray[np.float64] = field(init=False)
-    longest_gap: npt.NDArray[np.float64] = field(init=False)
-    latest: npt.NDArray[np.float64] = field(init=False)
     tokens: Numbers = field(init=False)
     seconds: float = 0.0
     generated: int = 0
@@ -58,7 +55,7 @@ class Run:
     samples: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.first, self.finish, self.longest_gap, self.latest = np.full((4, len(self.arrivals)), np.nan)
+        self.first, self.finish = np.full((2, len(self.arrivals)), np.nan)
         self.cached, self.preempted = np.full_like(self.prompts, -1), np.zeros_like(self.prompts)
         self.missing = self.outputs.copy()
         """Tokens that each request still waits for."""
@@ -80,8 +77,6 @@ class Run:
         """Record a step that the device began and ended at these times."""
         sampled = step.sampled
         self.first[sampled[self.missing[sampled] == self.outputs[sampled]]] = end
-        self.longest_gap[sampled] = np.fmax(self.longest_gap[sampled], end - self.latest[sampled])
-        self.latest[sampled] = end
         self.missing[sampled] -= 1
         self.finish[sampled[self.missing[sampled] == 0]] = end
         self.generated += len(sampled)

@@ -29,10 +29,9 @@ from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
 from .caches import BASELINE, renew
-from .cells import Cell, Figures, Outset, failure, free_memory, measure
+from .cells import CPU, GPU, Cell, Figures, Outset, Plan, failure, free_memory, measure
 from .decode import Run
 from .models import build, token_bytes
-from .plans import CPU, GPU, Plan
 from .tables import shape, tables
 
 ERROR_BOUND = 0.08

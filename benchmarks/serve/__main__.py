@@ -25,7 +25,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich import progress as progress_bar
 
 from benchmarks.attention.peers import versions
 from benchmarks.engine.model import MODELS, random_model
@@ -34,11 +33,11 @@ from benchmarks.environment import complete, environment
 from benchmarks.output import Row, to_json
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import console, make_table
 from vmmkv.driver.driver import open_driver
 
 from . import options, report, vllm_peer
-from .measure import BACKENDS, Load, Progress, Settings, free_memory, serve
+from .measure import BACKENDS, Load, Settings, free_memory, serve
 from .workloads import Limits, Workload, make_workload, system_prompts
 
 CHOICES = [*BACKENDS, *vllm_peer.NAMES]
@@ -112,15 +111,15 @@ def main(
     peers = [each for each in names if each in vllm_peer.NAMES]
     share = vllm_peer.SHARE * budget_seconds if peers and vllm_peer.can_be_had(vllm) else 0
     result = begin_result(name, settings, workloads, token_bytes)
-    with written(result, json_output), shown_progress() as progress:
+    with written(result, json_output):
         ours = [each for each in names if each in BACKENDS]
         for number, workload in enumerate(workloads):  # each has the same share of the time
             now, end = perf_counter(), deadline - share
             within = settings._replace(deadline=now + (end - now) / (len(workloads) - number))
-            serve(result, within, workload, ours, loads, rounds, progress)
+            serve(result, within, workload, ours, loads, rounds)
             free_memory()
         for each in peers:
-            vllm_peer.serve_beside(result, settings, workloads, loads, rounds, vllm, each)
+            vllm_peer.serve_beside(result, settings, workloads, rounds, vllm, each)
 
 
 def check(names: list[str], rates: list[float], json_output: Path | None) -> None:
@@ -170,14 +169,6 @@ def written(result: Row, json_output: Path | None) -> Iterator[None]:
         missing += [(name, "not reached in time") for name in result["missed"]]
         if missing:
             console.print(make_table("Not measured", ("what", "why"), missing))
-
-
-@contextmanager
-def shown_progress() -> Iterator[Progress]:
-    """A bar, on a terminal."""
-    with progress_bar.Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("Preparing", total=None)
-        yield lambda name, finished, total: bar.update(task, description=name, completed=finished, total=total)
 
 
 if __name__ == "__main__":

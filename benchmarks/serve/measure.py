@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from functools import partial, reduce
+from functools import reduce
 from math import inf
 from operator import getitem
 from time import perf_counter
@@ -25,8 +24,6 @@ from vmmkv.cli.output import errors
 from .workloads import Workload, arrivals
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
-Progress = Callable[[str, int, int], object]
-"""Called with the name of a run, how many requests have finished, and of how many."""
 
 REFERENCE = "paged"
 """The backend whose throughput at saturation the other arrival rates are shares of; else the first one measured."""
@@ -81,13 +78,7 @@ class Load(NamedTuple):
 
 
 def serve(
-    result: Row,
-    settings: Settings,
-    workload: Workload,
-    backends: list[str],
-    loads: list[Load],
-    rounds: int,
-    progress: Progress,
+    result: Row, settings: Settings, workload: Workload, backends: list[str], loads: list[Load], rounds: int
 ) -> None:
     """Add a row for each backend and load to a result, and what the deadline left out.
 
@@ -106,7 +97,7 @@ def serve(
                 continue
             if backend not in engines:
                 engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
-            run, row = run_load(settings, workload, engines[backend], load, number, reference, partial(progress, name))
+            run, row = run_load(settings, workload, engines[backend], load, number, reference)
             free_memory()
             if run.finished < len(run.outputs):
                 result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
@@ -135,7 +126,6 @@ def turns(backends: list[str], loads: list[Load], rounds: int, seeds: int) -> li
 EACH_ROUND = {
     "output_tokens_per_s": ("output_tokens_per_s",),
     "first_token_s": ("ttft_s", "p50"),
-    "longest_gap_s": ("gap_s", "most"),
     "crowded_concurrency": ("crowded_concurrency",),
     "manager_us": ("manager_us",),
     "manager_p99_us": ("manager_step_us", "p99"),
@@ -186,13 +176,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 
 
 def run_load(
-    settings: Settings,
-    workload: Workload,
-    engine: Engine,
-    load: Load,
-    number: int,
-    reference: Run | None,
-    progress: Callable[[int, int], object],
+    settings: Settings, workload: Workload, engine: Engine, load: Load, number: int, reference: Run | None
 ) -> tuple[Run, Row]:
     """Serve the workload at once, or a share of it at this share of the reference's rate, which takes about as long,
     with prompts and pauses between requests that the number of the round draws.
@@ -210,7 +194,6 @@ def run_load(
         arrivals(requests, rate, settings.seed, number).tolist() if rate else None,
         wait=load.wait,
         deadline=settings.deadline,
-        progress=lambda finished: progress(finished, len(requests)),
     )
     row = figures(run) if run.running else {}
     row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
@@ -223,9 +206,7 @@ def run_load(
 def figures(run: Run) -> Row:
     """Figures of a run that had steps. Times are in seconds, host times in microseconds a step.
 
-    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room. A request's
-    gap is the longest between two of its tokens.
-    """
+    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room."""
     done = np.isfinite(run.finish)
     several = done & (run.outputs > 1)
     first = (run.first - run.arrivals)[done]
@@ -244,7 +225,6 @@ def figures(run: Run) -> Row:
         "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
         "ttft_s": quantiles(first),
         "tpot_s": quantiles(each),
-        "gap_s": quantiles(run.longest_gap[several]),
         "steps": steps,
         "peak_concurrency": int(running.max()),
         "mean_concurrency": float(np.average(running, weights=took)),

@@ -71,8 +71,6 @@ FIGURES: tuple[Figure, ...] = (
     ("time to first token (behind the queue at saturation), s, p50", lambda row: quantile(row, "ttft_s", "p50", 3)),
     ("p99", lambda row: quantile(row, "ttft_s", "p99", 3)),
     ("p50, all rounds", lambda row: all_rounds(row, "first_token_s", 3)),
-    ("longest gap of a request, s, p50", lambda row: quantile(row, "gap_s", "p50", 3)),
-    ("the longest, all rounds", lambda row: all_rounds(row, "longest_gap_s", 3)),
     ("time per output token, ms, p50", lambda row: quantile(row, "tpot_s", "p50", 1, 1e3)),
     ("prompt tokens that were there", lambda row: f"{row['hit_rate']:.1%}"),
     ("concurrency, peak", lambda row: row["peak_concurrency"]),

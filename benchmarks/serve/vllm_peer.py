@@ -1,8 +1,7 @@
 """vLLM beside ours: the same requests, model's shape and bytes for K and V, in a process of its own.
 
-At saturation it serves as `LLM.generate` does, whose answers come when they are whole; at other rates tokens are
-streamed, and requests come when they come to ours. Its rounds follow one another when ours are over, which hold no
-memory then but weights.
+It serves at saturation, as `LLM.generate` does, whose answers come when they are whole. Its rounds follow ours, which
+hold no memory then but weights.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from benchmarks.engine.model import Config
 from benchmarks.output import Row
 from benchmarks.processes import run_command
 from vmmkv.cli.output import errors
 
-from .measure import REUSE, Load, Settings, free_memory, middle, quantiles
-from .workloads import Workload, arrivals
+from .measure import REUSE, Load, Settings, free_memory, middle
+from .workloads import Workload
 
 NAMES = ["vllm", f"vllm+{REUSE}"]
 """Without prefix caching, and with it."""
@@ -80,8 +77,7 @@ def serve(
 
     Args:
         config: a `config.json`; weights are random.
-        works: each has `prompts`, token ids, `outputs`, how many tokens follow, and `runs`, of each the times when
-            requests come, or None.
+        works: each has `prompts`, token ids, `outputs`, how many tokens follow, and `rounds`.
         folder: in which vLLM is unpacked; None: it is installed.
     """
     options: Row = {
@@ -150,43 +146,22 @@ def model_config(config: Config, max_seq_len: int) -> Row:
 # ------------------------------------------------------------------ beside our engine
 
 
-class Round(NamedTuple):
-    """A round of a workload.
-
-    Attributes:
-        times: when requests come; None: all at once.
-        offered: requests a second.
-    """
-
-    load: Load
-    seed: int
-    times: list[float] | None
-    offered: float | None
-
-
 def serve_beside(
-    result: Row,
-    settings: Settings,
-    workloads: list[Workload],
-    loads: list[Load],
-    rounds: int,
-    folder: Path | None,
-    name: str,
+    result: Row, settings: Settings, workloads: list[Workload], rounds: int, folder: Path | None, name: str
 ) -> None:
-    """Add a row for each workload and load to a result, and what was not reached, and why."""
+    """Add a row for each workload to a result, and what was not reached, and why."""
     if not can_be_had(folder):
-        result["skipped"].append({"backend": name, "kernel": "", "reason": MISSING})
+        result["skipped"].append({"backend": name, "reason": MISSING})
         return
     free_memory()
     model = settings.model
-    plans = [plan(result, settings, workload, loads, rounds) for workload in workloads]
     works = [
         {
             "prompts": [ids.tolist() for ids in workload.prompts(model.config.vocab_size, settings.seed)],
             "outputs": [request.output for request in workload.requests],
-            "runs": [each.times for each in runs],
+            "rounds": rounds,
         }
-        for workload, runs in zip(workloads, plans)
+        for workload in workloads
     ]
     told = serve(
         model_config(model.config, model.angles.shape[1]),
@@ -202,55 +177,23 @@ def serve_beside(
     )
     result.setdefault("vllm_options", {})[name] = told.about
     if told.version is None:
-        result["skipped"].append({"backend": name, "kernel": "", "reason": told.reason})
+        result["skipped"].append({"backend": name, "reason": told.reason})
         return
     result["peers"]["vllm"] = told.version
-    for number, (workload, runs) in enumerate(zip(workloads, plans)):
-        found: dict[str, list[Row]] = {}
-        there = [row for row in told.rows if row["work"] == number]
-        for each, row in zip(runs, there):
-            about: Row = {"trace": workload.name, "load": each.load.name} | each.load._asdict() | {"backend": name}
-            found.setdefault(each.load.name, []).append(about | figures(workload, each, row))
-        result["serving"].extend(map(middle, found.values()))
-        for each in runs[len(there) :]:
-            result["missed"].append(f"{workload.name}, {each.load.name}, {name}: {told.reason}")
+    for number, workload in enumerate(workloads):
+        about: Row = {"trace": workload.name, "load": Load().name} | Load()._asdict() | {"backend": name}
+        rows = [about | figures(workload, row) for row in told.rows if row["work"] == number]
+        result["serving"] += [middle(rows)] if rows else []
+        result["missed"] += [f"{workload.name}, {name}: {told.reason}"] * (rounds - len(rows))
 
 
-def plan(result: Row, settings: Settings, workload: Workload, loads: list[Load], rounds: int) -> list[Round]:
-    """The rounds of a workload, in the order of ours, at the rates at which requests came to ours, if any did."""
-    rates = {(row["trace"], row["load"]): row["offered_requests_per_s"] for row in result["serving"]}
-    runs = []
-    for number in range(max(rounds, settings.seeds)):
-        for load in loads:
-            rate = rates.get((workload.name, load.name))
-            if load.rate is None and not load.wait and number < rounds:
-                runs.append(Round(load, settings.seed, None, None))
-            elif load.rate and rate and number < settings.seeds:
-                requests = workload.first(round(load.rate * len(workload.requests)))
-                times = arrivals(requests, rate, settings.seed, number).tolist()
-                runs.append(Round(load, settings.seed, times, rate))
-    return runs
-
-
-def figures(workload: Workload, run: Round, told: dict[str, Any]) -> Row:
-    """Figures of a run, in the words of ours, as far as they are known."""
-    requests = workload.requests[: len(told["tokens"])]
-    outputs, tokens = np.array([request.output for request in requests]), np.array(told["tokens"])
-    seconds, finished = told["seconds"], int((tokens == outputs).sum())
-    row: Row = {
-        "requests": len(requests),
+def figures(workload: Workload, told: Row) -> Row:
+    """Figures of a round, in the words of ours, as far as they are known."""
+    finished = sum(tokens == request.output for tokens, request in zip(told["tokens"], workload.requests))
+    return {
+        "requests": len(workload.requests),
         "finished": finished,
-        "seconds": seconds,
-        "requests_per_s": finished / seconds,
-        "output_tokens_per_s": int(tokens.sum()) / seconds,
-        "tokens_per_s": int(tokens.sum() + sum(request.prompt for request in requests)) / seconds,
-        "seed": run.seed,
-        "offered_requests_per_s": run.offered,
+        "seconds": told["seconds"],
+        "output_tokens_per_s": sum(told["tokens"]) / told["seconds"],
+        "offered_requests_per_s": None,
     }
-    if run.times is not None:
-        first, last, gaps = (np.array(told[name]) for name in ("first", "last", "gaps"))
-        several = outputs > 1
-        row["ttft_s"] = quantiles(first - np.array(run.times))
-        row["tpot_s"] = quantiles((last - first)[several] / (outputs - 1)[several])
-        row["gap_s"] = quantiles(gaps[several])
-    return row
