@@ -1,7 +1,7 @@
 """Run all benchmarks of one kind of machine, one after another, and put their results where the report reads them.
 
     python -m benchmarks.all [--kind gpu|serving|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]...
-                             [--skip NAME]... [--seconds N] [--list]
+                             [--seconds N] [--list]
 
 Each benchmark has some minutes, and is stopped after twice as many. The next one begins whatever has become of it, as
 long as the minutes of all are not over (with `--only`, twice as many; or `--seconds`). A result takes the place of the
@@ -95,7 +95,7 @@ BENCHMARKS = {
     "serve_vllm_qwen3": Benchmark(
         SERVING,
         4.8,
-        f"{SERVE} --vllm {{vllm}} --rates 0.8 --memory 16GiB --requests 300 --trace {{conv}} --model qwen3-0.6b"
+        f"{SERVE} --vllm {{vllm}} --memory 16GiB --requests 300 --trace {{conv}} --model qwen3-0.6b"
         " --backends vmm --backends paged --backends vllm",
     ),
     "generate": Benchmark(GPU, 4, f"{GENERATE} Llama-3.1-8B"),
@@ -120,13 +120,6 @@ BENCHMARKS = {
         2.7,
         "pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
     ),
-    "serve_rates": Benchmark(GPUS, 4, f"{SERVE} --rounds 1 --rates 0.8 --memory 8GiB --requests 90 --trace {{conv}}"),
-    "serve_rates_qwen3": Benchmark(
-        GPUS,
-        7,
-        f"{SERVE} --rounds 1 --seeds 3 --rates 0.5 --rates 0.8 --rates 1.1 --memory 16GiB --requests 1000"
-        " --tokens 2000000 --trace {conv} --model qwen3-0.6b",
-    ),
     "transfer": Benchmark(GPUS, 0.6, "transfer --rounds 10 --json"),
     "prefix_tree": Benchmark(HOST, 1, "prefix_tree --json"),
     "prefix_trace": Benchmark(HOST, 6, "prefix_trace --trace {mooncake} --json"),
@@ -140,14 +133,13 @@ def main(
     kind: Annotated[Kind | None, typer.Option(help="Of this machine; gpu where there is one.")] = None,
     traces: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the traces.")] = Path(),
     only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
     vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="In which vLLM is unpacked.")] = None,
     seconds: Annotated[float | None, typer.Option(min=1, help="For all of them together.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Print the commands, and their minutes.")] = False,
 ) -> None:
     """Run all benchmarks of a kind of machine."""
     kind = kind or (Kind.GPU if torch.cuda.is_available() else Kind.HOST)
-    unknown = {*(only or []), *(skip or [])} - BENCHMARKS.keys()
+    unknown = {*(only or [])} - BENCHMARKS.keys()
     if unknown:
         raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     lacking = [name for name in only or [] if "{vllm}" in BENCHMARKS[name].command and not vllm]
@@ -156,7 +148,7 @@ def main(
     chosen = {
         name: benchmark
         for name, benchmark in BENCHMARKS.items()
-        if (name in only if only else benchmark.kind == kind) and name not in (skip or [])
+        if (name in only if only else benchmark.kind == kind)
         if vllm or "{vllm}" not in benchmark.command
     }
     minutes = sum(benchmark.minutes for benchmark in chosen.values())

@@ -116,7 +116,7 @@ TABLES = {
     ),
     **{
         f"serve-{name.replace('_', '-')}": Table((f"serve_{name}_gpu.json",), serving)
-        for name in ("rounds", "rounds_qwen3", "reuse", "pressure", "rates", "rates_qwen3", "vllm", "vllm_qwen3")
+        for name in ("rounds", "rounds_qwen3", "reuse", "pressure", "vllm", "vllm_qwen3")
     },
     "attention-decode": Table(("attention_gpu.json",), attention.decode_table),
     "attention-prefill": Table(("attention_gpu.json",), attention.prefill_table),

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import typer
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import batching, tables
@@ -21,7 +19,7 @@ from benchmarks.engine.run import Run
 from benchmarks.generate.models import CONFIGS, token_bytes
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
-from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
+from benchmarks.serve.workloads import Limits, make_workload, system_prompts
 from vmmkv.workload import Request
 
 APP = typer.Typer()
@@ -48,30 +46,27 @@ def trace(tmp_path: Path) -> list[str]:
 
 
 def test_it_measures_rows_and_blocks(trace: list[str], tmp_path: Path) -> None:
-    result = measured(tmp_path, *trace, "--wait", "--rates", "0.5", "--rounds", "3", "--seeds", "2")
+    result = measured(tmp_path, *trace, "--wait", "--rounds", "3")
     rows = {(row["load"], row["backend"]): row for row in result["serving"]}
-    loads = "saturation", "saturation, each step waited for", "50% load"
+    loads = "saturation", "saturation, each step waited for"
     assert rows.keys() == {(load, backend) for load in loads for backend in ("vmm", "paged")}
     assert result["missed"] == result["skipped"] == []
-    for (load, backend), row in rows.items():
-        assert row["finished"] == row["requests"] == (12 if "50" in load else 24)
-        assert row["same_tokens"] is None if "50" in load else row["same_tokens"] >= 0.9  # others round otherwise
-        assert len(row["rounds"]) == (2 if "50" in load else 3)
+    for (_, backend), row in rows.items():
+        assert row["finished"] == row["requests"] == 24
+        assert row["same_tokens"] >= 0.9  # another schedule rounds otherwise
         assert [each["output_tokens_per_s"] for each in row["all_rounds"]] == row["rounds"]
-        assert [each["seed"] for each in row["all_rounds"]] == ([0, 1] if "50" in load else [0] * 3)
-        assert row["output_tokens_per_s"] == sorted(row["rounds"])[(len(row["rounds"]) - 1) // 2]
+        assert row["output_tokens_per_s"] == sorted(row["rounds"])[1]
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["most"] <= row["seconds"]
         assert row["ttft_s"]["p99"] is None  # of too few requests
-        assert (row["offered_requests_per_s"] is None) == ("saturation" in load)
         assert 0 < row["manager_us"] < row["host_us"]
         if backend == "vmm":
             assert row["pages_mapped"]["in need"] > 0 == row["pages_mapped"]["ahead"]
-            assert sum(row["driver_seconds"].values()) == pytest.approx(row["driver_us"] * row["steps"] / 1e6)
+            assert 0 < row["driver_us"] <= row["manager_us"]
         assert row["peak_concurrency"] >= row["mean_concurrency"] > 0
         assert row["mean_bytes"] <= row["peak_bytes"] <= result["budget_bytes"] + (32 << 10)  # of the block table
         assert row["idle_bytes"] == (0 if backend == "vmm" else row["peak_bytes"])
     text = str(tables.TABLES["serve-rounds"].write(result))
-    assert all(f"| main, {load} | paged | vmm |" in text for load in loads)
+    assert all(f"| main, {load} | vmm | paged |" in text for load in loads)
     _, lines = tables.TABLES["rows-beside-blocks"].write(result, result, result)
     assert len(lines) == 3 * len(loads)
 
@@ -115,7 +110,7 @@ def vllm(tmp_path: Path) -> Path:
 
 def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, trace: list[str], tmp_path: Path) -> None:
     both = "--backends", "vmm", "--backends", "vllm", "--vllm", str(vllm.parent)
-    result = measured(tmp_path, *trace, *both, "--rounds", "2", "--rates", "0.5", "--wait")
+    result = measured(tmp_path, *trace, *both, "--rounds", "2", "--wait")
     ours, other = (next(row for row in result["serving"] if row["backend"] == name) for name in ("vmm", "vllm"))
     assert [row["load"] for row in result["serving"] if row["backend"] == "vllm"] == ["saturation"]
     assert result["peers"]["vllm"] == "0.23.0"
@@ -260,26 +255,10 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--backends", "stack"), ("--rates", "0"), ("--model", "no-such"), ("--json", "no/such/folder/result.json")],
+    [("--backends", "stack"), ("--model", "no-such"), ("--json", "no/such/folder/result.json")],
 )
 def test_what_is_unknown_is_refused(option: str, value: str) -> None:
     assert run_benchmark(option, value).exit_code == 2
-
-
-@given(st.lists(st.integers(0, 10**7), min_size=2, max_size=50), st.floats(0.1, 100))
-def test_arrivals_keep_the_pace_of_the_trace(milliseconds: list[int], rate: float) -> None:
-    times = np.sort(milliseconds) / 1000
-    requests = [Request(1, 1, time) for time in times.tolist()]
-    scaled = arrivals(requests, rate, seed=0)
-    assert scaled[0] == 0
-    assert scaled[-1] == pytest.approx((len(times) - 1) / rate)
-    assert (np.diff(scaled) >= 0).all()
-    if times[-1] > times[0]:
-        assert scaled == pytest.approx((times - times[0]) * scaled[-1] / (times[-1] - times[0]))
-    another = arrivals(requests, rate, seed=0, number=1)
-    assert another[[0, -1]] == pytest.approx(scaled[[0, -1]])
-    if times[-1] > times[0]:
-        assert sorted(np.diff(another)) == pytest.approx(sorted(np.diff(scaled)))
 
 
 def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
@@ -297,7 +276,7 @@ def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
 
 def make_run() -> Run:
     """Three requests of which the last did not finish."""
-    run = Run(np.array([0.0, 1.0, 2.0]), *np.array([[7, 8, 9], [5, 1, 4]]))
+    run = Run(*np.array([[7, 8, 9], [5, 1, 4]]))
     run.first[:], run.finish[:] = [0.5, 2.0, 3.0], [2.5, 2.0, np.nan]
     run.tokens = np.arange(34)
     run.seconds, run.generated, run.manager_ns, run.host_ns = 4.0, 8, [4000, 5000, 11_000], 90_000
@@ -309,7 +288,7 @@ def make_run() -> Run:
 def test_figures_of_a_run() -> None:
     row = figures(make_run())
     assert (row["requests"], row["finished"], row["output_tokens_per_s"]) == (3, 2, 2.0)
-    assert row["ttft_s"] == {"p50": 0.75, "p99": None, "most": 1.0}
+    assert row["ttft_s"] == {"p50": 1.25, "p99": None, "most": 2.0}
     assert row["tpot_s"]["p50"] == 0.5  # two seconds for four tokens behind the first
     assert (row["peak_concurrency"], row["mean_concurrency"], row["crowded_concurrency"]) == (3, 2.0, 3.0)
     assert (row["manager_us"], row["host_us"]) == (pytest.approx(20 / 3), 30.0)

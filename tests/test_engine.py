@@ -598,39 +598,6 @@ def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
     engine.close()
 
 
-class Clock:
-    """Time that passes when somebody looks, or sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def look(self) -> float:
-        self.now += 1e-5
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.run.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.run.sleep", clock.sleep)
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    prompts, outputs = random_requests(3, 20, 4)
-    run = engine.run(prompts, outputs, [0.0, 0.05, 0.3])
-    assert run.finished == 3
-    assert (run.first > run.arrivals).all()
-    assert 0.3 < run.seconds < 0.4
-    start = clock.now
-    run = engine.run(prompts, outputs, [0.0, 0.01, 60.0], deadline=start + 1.0)
-    assert 1.0 <= clock.now - start < 1.1
-    assert run.finished == 2
-    assert np.isnan(run.first[2])
-    check_nothing_is_kept(engine, "vmm")
-
-
 def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
     count = itertools.count().__next__

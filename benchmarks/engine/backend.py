@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,37 +12,6 @@ Numbers = npt.NDArray[np.int64]
 Rows = Numbers
 Ids = Numbers
 """Token ids, `[tokens]`."""
-Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Driver calls of a backend and its mapper so far.
-
-    Attributes:
-        driver_seconds: in calls on the engine's thread, by name; a part of the cache manager's time.
-        mapper_seconds: in calls on the mapper's, by name, and `mapper_calls`, how many.
-        pages_mapped: ahead of need, and in need.
-    """
-
-    driver_seconds: Mapping[str, float] = field(default_factory=dict)
-    mapper_seconds: Mapping[str, float] = field(default_factory=dict)
-    mapper_calls: Mapping[str, int] = field(default_factory=dict)
-    pages_mapped: Mapping[str, int] = field(default_factory=dict)
-
-    def __sub__(self, before: Self) -> Work:
-        """The calls since."""
-        return Work(
-            since(self.driver_seconds, before.driver_seconds),
-            since(self.mapper_seconds, before.mapper_seconds),
-            since(self.mapper_calls, before.mapper_calls),
-            since(self.pages_mapped, before.pages_mapped),
-        )
-
-
-def since(now: Mapping[str, Number], before: Mapping[str, Number]) -> dict[str, Number]:
-    """The growth of each value."""
-    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 class KVBackend(Protocol):
@@ -77,8 +44,9 @@ class KVBackend(Protocol):
     def physical_bytes(self) -> int:
         """Device memory in use."""
 
-    def work(self) -> Work:
-        """Driver calls so far."""
+    def work(self) -> dict[str, float]:
+        """Seconds so far in driver calls of the engine's thread, `driver`, and of the mapper's, `mapper`, and pages
+        mapped `ahead` of need and `in need`; empty where there are none."""
 
     def give_back(self) -> None:
         """Give memory that no sequence uses back to the system."""
@@ -87,16 +55,9 @@ class KVBackend(Protocol):
         """Give all memory back."""
 
     def begin(self, ids: Ids, tokens: int, spare: int | None) -> tuple[int, int] | None:
-        """Start a sequence of these ids, which will have `tokens` tokens, with the K and V of them that are known.
-
-        None: there is no room for it and for `spare` tokens of any. No room is promised. Only with reuse.
-
-        Args:
-            spare: None: it runs alone, and takes all memory there is.
-
-        Returns:
-            Its row, and how many of its tokens are known: never the last one.
-        """
+        """Start a sequence of these ids, which will have `tokens` tokens, with the known K and V of them; return its
+        row, and how many are known, never the last one. None: there is no room for it and for `spare` tokens of any;
+        without `spare` it runs alone, and takes all memory there is. No room is promised. Only with reuse."""
 
     def commit(self, row: int, ids: Ids) -> None:
         """Make the first tokens of a sequence, whose K and V are written, known under their ids. Only with reuse."""

@@ -90,17 +90,15 @@ class Engine:
         self,
         prompts: list[torch.Tensor],
         outputs: list[int],
-        arrivals: list[float] | None = None,
         *,
         wait: bool = False,
         deadline: float = float("inf"),
     ) -> Run:
-        """Serves requests to their end.
+        """Serve requests that all wait from the start to their end.
 
         Args:
             prompts: int64 `[tokens]` each.
             outputs: tokens to generate for each.
-            arrivals: seconds after the start, ascending; None: all at once.
             wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
                 the host is a step ahead of the device.
             deadline: `perf_counter()` when to stop, finished or not.
@@ -109,7 +107,6 @@ class Engine:
             ValueError: a request is too long for the backend, or all are for `max_tokens`.
         """
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
-        times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
         seen = SeenTokens(prompts, sizes + counts + 1) if self.reuse else None
         schedule = Schedule(
             self.kv,
@@ -124,7 +121,8 @@ class Engine:
         self._take_tokens(prompts, sizes + counts + 1)
         if self.use_graphs and not self.graphs:
             self._capture()
-        run = Run(times, sizes, counts)
+        schedule.waiting.extend(range(len(prompts)))
+        run = Run(sizes, counts)
         flight = InFlight(run, seen)
         try:
             self._serve(schedule, flight, wait, deadline)
@@ -141,20 +139,13 @@ class Engine:
     def _serve(self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float) -> None:
         """Run steps until all requests have finished, or it is too late."""
         run = flight.run
-        arrived = finished = 0
-        while finished < len(run.arrivals) and perf_counter() < deadline:
+        finished = 0
+        while finished < len(run.outputs) and perf_counter() < deadline:
             now = flight.now()
-            there = int(np.searchsorted(run.arrivals, now, "right"))
-            schedule.waiting.extend(range(arrived, there))
-            arrived = there
             start, managed = perf_counter_ns(), schedule.manager_ns
             step = schedule.next()
             if step is None:
-                if flight:
-                    flight.complete()
-                else:
-                    flight.pause(min(run.arrivals[arrived] - now, deadline - perf_counter()))
-                continue
+                break
             self._begin_step(schedule, step, flight)
             run.host_ns += perf_counter_ns() - start
             if wait:

@@ -16,7 +16,7 @@ import torch
 from vmmkv import FramePool, KVCache, KVLayout, OutOfHostMemoryError, OutOfPagesError
 from vmmkv.driver.driver import open_driver
 
-from .backend import Ids, Rows, Work
+from .backend import Ids, Rows
 
 HOST_PAGE_TOKENS = 16
 """On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
@@ -158,13 +158,11 @@ class VmmKV:
     def physical_bytes(self) -> int:
         return self.cache.stats().physical_bytes
 
-    def work(self) -> Work:
+    def work(self) -> dict[str, float]:
         stats = self.cache.stats()
-        return Work(
-            {name: calls.seconds for name, calls in stats.driver_calls.items()},
-            {name: calls.seconds for name, calls in stats.mapper_calls.items()},
-            {name: calls.count for name, calls in stats.mapper_calls.items()},
-            stats.pages_mapped,
+        seconds = {"driver": stats.driver_calls, "mapper": stats.mapper_calls}
+        return {name: sum(call.seconds for call in calls.values()) for name, calls in seconds.items()} | dict(
+            stats.pages_mapped
         )
 
     def give_back(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ class Run:
     """By number of request; seconds count from the start of the run, NaN where it did not come to it.
 
     Attributes:
-        arrivals: when each request comes.
         prompts, outputs: its tokens.
         first, finish: when its first token, and its last one, were there.
         tokens: prompt and output of each request, one after another; 0 where a token was not generated.
@@ -35,7 +34,6 @@ class Run:
         samples: `(seconds, physical bytes, running requests)` over time.
     """
 
-    arrivals: npt.NDArray[np.float64]
     prompts: Numbers
     outputs: Numbers
     first: npt.NDArray[np.float64] = field(init=False)
@@ -55,7 +53,7 @@ class Run:
     samples: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.first, self.finish = np.full((2, len(self.arrivals)), np.nan)
+        self.first, self.finish = np.full((2, len(self.prompts)), np.nan)
         self.cached, self.preempted = np.full_like(self.prompts, -1), np.zeros_like(self.prompts)
         self.missing = self.outputs.copy()
         """Tokens that each request still waits for."""
@@ -147,8 +145,3 @@ class InFlight:
         now = self.now()
         self.run.take_down(step, self._began, now)
         self._began = now
-
-    def pause(self, seconds: float) -> None:
-        """Sleep while the device has nothing to do; this is no part of a step."""
-        sleep(max(seconds, 0))
-        self._began = self.now()

@@ -1,11 +1,11 @@
 """Serving on rows of vmmkv and on a block table: the same requests, model, kernels and budget.
 
-    python -m benchmarks.serve [--trace FILE]... [--reuse] [--wait] [--rates SHARE]... [--vllm DIR] [--json FILE]
+    python -m benchmarks.serve [--trace FILE]... [--reuse] [--wait] [--vllm DIR] [--json FILE]
 
-Replays traces with `benchmarks.engine` at saturation, all requests waiting, in several rounds of which the median is
-reported; with `--wait` also with a host that waits for each step's tokens; and with `--rates` at shares of the rate
-that the block table reached at saturation, with several seeds. Rows begin each run without memory; blocks have theirs
-before the clock starts. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing.
+Replays traces with `benchmarks.engine`, all requests waiting from the start, in several rounds of which the median is
+reported; with `--wait` also with a host that waits for each step's tokens. Rows begin each run without memory; blocks
+have theirs before the clock starts. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say
+nothing.
 
 `--reuse` serves with prefix reuse and without, of rows and of blocks with a radix tree, all traces and random
 conversations behind shared system prompts; a request starts when a step has tokens left for it, so that it finds the
@@ -37,7 +37,7 @@ from vmmkv.cli.output import console, make_table
 from vmmkv.driver.driver import open_driver
 
 from . import options, report, vllm_peer
-from .measure import BACKENDS, Load, Settings, free_memory, serve
+from .measure import BACKENDS, SATURATION, WAITING, Settings, free_memory, serve
 from .workloads import Limits, Workload, make_workload, system_prompts
 
 CHOICES = [*BACKENDS, *vllm_peer.NAMES]
@@ -63,17 +63,15 @@ HOST = Usual("tiny", "1MiB", 512, 16, torch.float32)
 def main(
     trace: Annotated[
         list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines; the first is the main one."),
+        typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines."),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(MODELS)}.")] = None,
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
     reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without.")] = False,
     backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
     vllm: options.VllmFolder = None,
-    rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="At saturation; the median is reported.")] = 3,
-    seeds: Annotated[int, typer.Option(min=1, help="At each rate: prompts and pauses anew.")] = 1,
-    wait: Annotated[bool, typer.Option("--wait", help="At saturation, also wait for each step's tokens.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="The median is reported.")] = 3,
+    wait: Annotated[bool, typer.Option("--wait", help="Also wait for each step's tokens.")] = False,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 300,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a trace.")] = 400_000,
     max_sequences: options.MaxSequences = 256,
@@ -90,7 +88,7 @@ def main(
     names = backends or (["vmm", "paged", "vmm+reuse", "paged+reuse"] if reuse else ["vmm", "paged"])
     if vllm and not backends:
         names += vllm_peer.NAMES[: 1 + reuse]
-    check(names, rates or [], json_output)
+    check(names, json_output)
     driver = open_driver(device)
     usual = GPU if driver.device.type == "cuda" else HOST
     name = model or usual.model
@@ -105,9 +103,9 @@ def main(
         workloads.append(system_prompts(SYSTEM_PROMPTS, limits._replace(shorten=usual.shorten), seed))
     positions = max(workload.max_seq_len for workload in workloads)
     weights = random_model(MODELS[name], positions, driver.device, usual.dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, seeds=seeds, late=reuse)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, late=reuse)
     settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S.get(name, inf))
-    loads = [Load(), *([Load(wait=True)] if wait else []), *map(Load, sorted(set(rates or [])))]
+    loads = [SATURATION, WAITING] if wait else [SATURATION]
     peers = [each for each in names if each in vllm_peer.NAMES]
     share = vllm_peer.SHARE * budget_seconds if peers and vllm_peer.can_be_had(vllm) else 0
     result = begin_result(name, settings, workloads, token_bytes)
@@ -122,13 +120,11 @@ def main(
             vllm_peer.serve_beside(result, settings, workloads, rounds, vllm, each)
 
 
-def check(names: list[str], rates: list[float], json_output: Path | None) -> None:
+def check(names: list[str], json_output: Path | None) -> None:
     """Refuse what could not be measured or written, before anything is measured."""
     for name in names:
         if name not in CHOICES:
             raise typer.BadParameter(f"{name}: backends are {', '.join(CHOICES)}")
-    if min(rates, default=1) <= 0:
-        raise typer.BadParameter(f"--rates {min(rates):g}: a share of saturation is more than 0")
     if json_output and not json_output.absolute().parent.is_dir():
         raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
 

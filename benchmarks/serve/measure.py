@@ -1,10 +1,11 @@
-"""Requests served by each backend, at saturation and at other rates."""
+"""Requests served by each backend, all of them waiting from the start."""
 
 from __future__ import annotations
 
 import gc
 from contextlib import ExitStack, closing
 from functools import reduce
+from itertools import product
 from math import inf
 from operator import getitem
 from time import perf_counter
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.engine.backend import Work
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
@@ -21,12 +21,12 @@ from benchmarks.output import Row
 from vmmkv import FramePool
 from vmmkv.cli.output import errors
 
-from .workloads import Workload, arrivals
+from .workloads import Workload
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
-REFERENCE = "paged"
-"""The backend whose throughput at saturation the other arrival rates are shares of; else the first one measured."""
+SATURATION, WAITING = "saturation", "saturation, each step waited for"
+"""Loads. With the other, the engine waits for the tokens of each step, see `Engine.run`."""
 REUSE, SUSPEND = "reuse", "suspend"
 """Behind the `+` of a backend that reuses prefixes, and of one that suspends preempted requests."""
 BACKENDS = "vmm", "paged", f"vmm+{REUSE}", f"paged+{REUSE}", f"vmm+{SUSPEND}"
@@ -49,7 +49,6 @@ class Settings(NamedTuple):
     pool: FramePool | None = None
     late: bool = False
     tokens_per_s: float = inf
-    seeds: int = 1
 
     def options(self, backend: str) -> dict[str, Any]:
         """Options of an engine's backend."""
@@ -60,25 +59,8 @@ class Settings(NamedTuple):
         return options
 
 
-class Load(NamedTuple):
-    """How requests come, and an engine serves them.
-
-    Attributes:
-        rate: a share of the throughput of `REFERENCE` at saturation; None: all at once.
-        wait: for the tokens of each step, see `Engine.run`.
-    """
-
-    rate: float | None = None
-    wait: bool = False
-
-    @property
-    def name(self) -> str:
-        load = "saturation" if self.rate is None else f"{self.rate * 100:g}% load"
-        return f"{load}, each step waited for" if self.wait else load
-
-
 def serve(
-    result: Row, settings: Settings, workload: Workload, backends: list[str], loads: list[Load], rounds: int
+    result: Row, settings: Settings, workload: Workload, backends: list[str], loads: list[str], rounds: int
 ) -> None:
     """Add a row for each backend and load to a result, and what the deadline left out.
 
@@ -87,40 +69,27 @@ def serve(
     """
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine] = {}
-    reference: Run | None = None
+    first: Run | None = None
     with ExitStack() as stack:
         stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
-        for number, backend, load in turns(backends, loads, rounds, settings.seeds):
-            name = f"{workload.name}, {load.name}, {backend}" + (f", round {number + 1}" if number else "")
-            if perf_counter() > settings.deadline:
-                result["missed"].append(name)
-                continue
-            if backend not in engines:
-                engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
-            run, row = run_load(settings, workload, engines[backend], load, number, reference)
-            free_memory()
-            if run.finished < len(run.outputs):
-                result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
-            if run.running:
-                speed = f"{row['output_tokens_per_s']:,.0f} tokens/s"
-                errors.print(f"{name}: {run.seconds:.1f} s, {speed}", highlight=False)
-                reference = reference or run
-                about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
-                same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
-                found.setdefault((load.name, backend), []).append(about | row | same)
-
-
-def turns(backends: list[str], loads: list[Load], rounds: int, seeds: int) -> list[tuple[int, str, Load]]:
-    """The order of the runs: rounds, and in each the backends of each load, the reference first; in the next round the
-    other way. Loads at saturation have `rounds` rounds, others one for each seed."""
-    order = sorted(backends, key=lambda name: name != REFERENCE)
-    return [
-        (number, backend, load)
-        for number in range(max(rounds, seeds))
-        for load in loads
-        for backend in (order[::-1] if number % 2 else order)
-        if number < (rounds if load.rate is None else seeds)
-    ]
+        for number, load in product(range(rounds), loads):
+            for backend in backends[:: -1 if number % 2 else 1]:
+                name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
+                if perf_counter() > settings.deadline:
+                    result["missed"].append(name)
+                    continue
+                if backend not in engines:
+                    engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
+                run, row = run_load(settings, workload, engines[backend], load)
+                free_memory()
+                if run.finished < len(run.outputs):
+                    result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+                if run.running:
+                    speed = f"{row['output_tokens_per_s']:,.0f} tokens/s"
+                    errors.print(f"{name}: {run.seconds:.1f} s, {speed}", highlight=False)
+                    first = first or run
+                    about = {"trace": workload.name, "load": load, "backend": backend}
+                    found.setdefault((load, backend), []).append(about | row | {"same_tokens": same_tokens(run, first)})
 
 
 EACH_ROUND = {
@@ -175,32 +144,18 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
     return engine
 
 
-def run_load(
-    settings: Settings, workload: Workload, engine: Engine, load: Load, number: int, reference: Run | None
-) -> tuple[Run, Row]:
-    """Serve the workload at once, or a share of it at this share of the reference's rate, which takes about as long,
-    with prompts and pauses between requests that the number of the round draws.
-
-    An engine has no memory that it can give back, neither at the beginning nor at the end.
-    """
-    requests = workload.first(round((load.rate or 1) * len(workload.requests)))
-    seed = settings.seed + (number if load.rate else 0)
-    prompts = workload.prompts(settings.model.config.vocab_size, seed)[: len(requests)]
-    rate = load.rate * reference.finished / reference.seconds if load.rate and reference else None
+def run_load(settings: Settings, workload: Workload, engine: Engine, load: str) -> tuple[Run, Row]:
+    """Serve the workload. An engine has no memory that it can give back, neither at the beginning nor at the end."""
+    prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)
+    outputs = [request.output for request in workload.requests]
     before = engine.kv.work()
-    run = engine.run(
-        prompts,
-        [request.output for request in requests],
-        arrivals(requests, rate, settings.seed, number).tolist() if rate else None,
-        wait=load.wait,
-        deadline=settings.deadline,
-    )
+    run = engine.run(prompts, outputs, wait=load == WAITING, deadline=settings.deadline)
     row = figures(run) if run.running else {}
-    row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
-    row |= {"seed": seed, "offered_requests_per_s": rate}
+    done = {name: value - before[name] for name, value in engine.kv.work().items()}
+    row |= {f"{name}_us": done.get(name, 0.0) * 1e6 / max(len(run.running), 1) for name in ("driver", "mapper")}
+    row |= {"pages_mapped": {when: done[when] for when in ("ahead", "in need") if done}}
     engine.kv.give_back()
-    row["idle_bytes"] = engine.kv.physical_bytes()
-    return run, row
+    return run, row | {"idle_bytes": engine.kv.physical_bytes()}
 
 
 def figures(run: Run) -> Row:
@@ -209,7 +164,6 @@ def figures(run: Run) -> Row:
     Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room."""
     done = np.isfinite(run.finish)
     several = done & (run.outputs > 1)
-    first = (run.first - run.arrivals)[done]
     each = ((run.finish - run.first)[several]) / (run.outputs - 1)[several]
     running, waiting = np.array(run.running), np.array(run.waiting)
     took = np.array(run.step_seconds)
@@ -220,10 +174,9 @@ def figures(run: Run) -> Row:
         "requests": len(run.outputs),
         "finished": run.finished,
         "seconds": run.seconds,
-        "requests_per_s": run.finished / run.seconds,
         "output_tokens_per_s": run.generated / run.seconds,
         "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
-        "ttft_s": quantiles(first),
+        "ttft_s": quantiles(run.first[done]),
         "tpot_s": quantiles(each),
         "steps": steps,
         "peak_concurrency": int(running.max()),
@@ -231,7 +184,6 @@ def figures(run: Run) -> Row:
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
         "suspensions": run.suspensions,
-        "preempted_share": float((run.preempted > 0).mean()),
         "recomputed_tokens": run.recomputed,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
@@ -240,18 +192,6 @@ def figures(run: Run) -> Row:
         "peak_bytes": int(taken.max()),
         "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
         "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
-    }
-
-
-def work_figures(work: Work, steps: int) -> Row:
-    """Figures of the driver's work in a run. Times are in microseconds a step."""
-    return {
-        "driver_us": sum(work.driver_seconds.values()) * 1e6 / steps,
-        "driver_seconds": dict(work.driver_seconds),
-        "mapper_us": sum(work.mapper_seconds.values()) * 1e6 / steps,
-        "mapper_seconds": dict(work.mapper_seconds),
-        "mapper_calls": dict(work.mapper_calls),
-        "pages_mapped": dict(work.pages_mapped),
     }
 
 

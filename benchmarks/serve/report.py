@@ -68,7 +68,7 @@ FIGURES: tuple[Figure, ...] = (
     ("requests finished", lambda row: f"{row['finished']} of {row['requests']}"),
     ("output tokens/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
     ("all rounds", lambda row: f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"),
-    ("time to first token (behind the queue at saturation), s, p50", lambda row: quantile(row, "ttft_s", "p50", 3)),
+    ("time to first token behind the queue, s, p50", lambda row: quantile(row, "ttft_s", "p50", 3)),
     ("p99", lambda row: quantile(row, "ttft_s", "p99", 3)),
     ("p50, all rounds", lambda row: all_rounds(row, "first_token_s", 3)),
     ("time per output token, ms, p50", lambda row: quantile(row, "tpot_s", "p50", 1, 1e3)),

@@ -21,7 +21,7 @@ from benchmarks.output import Row
 from benchmarks.processes import run_command
 from vmmkv.cli.output import errors
 
-from .measure import REUSE, Load, Settings, free_memory, middle
+from .measure import REUSE, SATURATION, Settings, free_memory, middle
 from .workloads import Workload
 
 NAMES = ["vllm", f"vllm+{REUSE}"]
@@ -181,7 +181,7 @@ def serve_beside(
         return
     result["peers"]["vllm"] = told.version
     for number, workload in enumerate(workloads):
-        about: Row = {"trace": workload.name, "load": Load().name} | Load()._asdict() | {"backend": name}
+        about: Row = {"trace": workload.name, "load": SATURATION, "backend": name}
         rows = [about | figures(workload, row) for row in told.rows if row["work"] == number]
         result["serving"] += [middle(rows)] if rows else []
         result["missed"] += [f"{workload.name}, {name}: {told.reason}"] * (rounds - len(rows))
@@ -195,5 +195,4 @@ def figures(workload: Workload, told: Row) -> Row:
         "finished": finished,
         "seconds": told["seconds"],
         "output_tokens_per_s": sum(told["tokens"]) / told["seconds"],
-        "offered_requests_per_s": None,
     }

@@ -42,9 +42,6 @@ class Workload:
     def tokens(self) -> int:
         return sum(request.total for request in self.requests)
 
-    def first(self, count: int) -> list[Request]:
-        return self.requests[: max(count, 1)]
-
     def prompts(self, vocab_size: int, seed: int) -> list[torch.Tensor]:
         """Random tokens, the same for parts of the same name."""
 
@@ -150,19 +147,3 @@ def within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -
     longest = max(request.total for request, _ in taken)
     max_seq_len = max(longest, min(limits.max_seq_len, limits.longest))
     return Workload(name, [request for request, _ in taken], [parts for _, parts in taken], max_seq_len, left_out)
-
-
-def arrivals(requests: list[Request], rate: float, seed: int, number: int = 0) -> npt.NDArray[np.float64]:
-    """Seconds after the start: the trace's own times at another pace, so that `rate` requests come in a second. Each
-    `number` but the first has the trace's pauses in an order of its own.
-
-    Without times in the trace they come at random, as a Poisson process.
-    """
-    rng = np.random.default_rng([seed, number])
-    pauses = np.diff(np.maximum.accumulate([request.arrival for request in requests]))
-    if not pauses.any():
-        pauses = rng.exponential(1.0, len(pauses))
-    elif number:
-        pauses = rng.permutation(pauses)
-    times = np.append(0.0, pauses.cumsum())
-    return times * (len(pauses) / rate / times[-1]) if len(pauses) else times
