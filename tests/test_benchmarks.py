@@ -7,7 +7,7 @@ import random
 import resource
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from itertools import combinations, product
+from itertools import combinations
 from math import inf
 from pathlib import Path
 from types import ModuleType
@@ -280,28 +280,26 @@ def test_transfer() -> None:
 
 def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
-    result = measured(pools, "--device cpu --requests 2 --requests 6 --rounds 1", "pools", "pool-moves")
-    assert [(row["requests"], row["mode"]) for row in result["runs"]] == list(product((2, 6), pools.MODES))
+    result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
+    assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
     assert result["missed"] == []
     for row in result["runs"]:
-        assert [burst["model"] for burst in row["bursts"]] == [0, 1]
         assert row["tokens_per_s"] == sum(burst["tokens"] for burst in row["bursts"]) / row["seconds"]
         limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
         assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
-    assert invoke(pools, "--device", "cpu", "--model", "tiny").exit_code == 2
 
 
 @pytest.mark.parametrize("large", [False, True])
 def test_all_memory_moves_from_one_cache_to_the_other(large: bool) -> None:
-    layouts, prompt, memory = [MODELS["tiny"].kv_layout(torch.float32)] * 2, 64, 256 << 10
-    rows = pools.move(layouts, memory, prompt, CPU, 0, large_frames=large)
+    layout, prompt, memory = MODELS["tiny"].kv_layout(torch.float32), 64, 256 << 10
+    rows = pools.move(layout, memory, prompt, CPU, 0, large_frames=large)
     assert [(row["to"], row["filled"]) for row in rows] == [(number % 2, number > 0) for number in range(6)]
-    page = pools.pools_of(pools.SHARED, layouts, memory, CPU)[0].page_size
+    page = pools.pools_of(pools.SHARED, layout, memory, CPU)[0].page_size
     for row in rows:
-        assert row["bytes"] == row["prompts"] * layouts[0].pages(prompt, page) * page <= memory
+        assert row["bytes"] == row["prompts"] * layout.pages(prompt, page) * page <= memory
         assert row["ms_per_10_gib"] == pytest.approx(row["ms"] * 10 * 2**30 / row["bytes"])
 
 
