@@ -15,10 +15,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -59,21 +59,6 @@ WARM_SEED = 1 << 31
 """Of their tokens, which no round has."""
 EVERY = 0.05
 """Seconds between two looks at the memory."""
-
-
-@dataclass
-class Watched:
-    """What was seen of a run.
-
-    Attributes:
-        waste: of the pages in use, the part that holds no token, at each look. What is mapped ahead is not in use.
-        surplus_bytes: what was mapped beside them and others can have, at each look: ahead, known, or parked.
-        physical_bytes: the most that was taken.
-    """
-
-    waste: list[float] = field(default_factory=list)
-    surplus_bytes: list[int] = field(default_factory=list)
-    physical_bytes: int = 0
 
 
 def main(
@@ -165,6 +150,7 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
     for at in range(len(prompts)):
         manager.cancel_request(f"{number}-{at}")  # of those that are done it does nothing; others would run on
     generated = sum(map(len, answers.values()))
+    waste, surplus, physical = zip(*seen) if seen else ((), (), ())
     return {
         "system": system,
         "round": number,
@@ -172,10 +158,10 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
         "seconds": elapsed,
         "tokens_per_s": generated / elapsed,
         "first_token_s": median(first) if first else None,
-        "peak_bytes": seen.physical_bytes,
-        "waste": median(seen.waste) if seen.waste else None,
-        "most_waste": max(seen.waste, default=None),
-        "surplus_bytes": median(seen.surplus_bytes) if seen.surplus_bytes else None,
+        "peak_bytes": max(physical, default=0),
+        "waste": median(waste) if seen else None,
+        "most_waste": max(waste, default=None),
+        "surplus_bytes": median(surplus) if seen else None,
     }
 
 
@@ -228,20 +214,22 @@ def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
 
 
 @contextmanager
-def watched(manager: Any) -> Iterator[Watched]:
-    """Looks at the memory of rows now and then."""
-    seen, over = Watched(), threading.Event()
+def watched(manager: Any) -> Iterator[list[tuple[float, int, int]]]:
+    """Look at the memory of rows now and then: the share of the pages in use that holds no token, the bytes of surplus
+    pages, and all physical bytes."""
+    seen: list[tuple[float, int, int]] = []
+    over = threading.Event()
 
     def watch() -> None:
-        while not over.is_set():
+        while not over.wait(EVERY):
             caches = getattr(manager.batch_processor and manager.batch_processor.cache, "kv_caches", [])
             stats = [cache.stats() for cache in caches]
-            used = sum(each.pages["used"] for each in stats) * (caches[0].page_size if caches else 0)
+            used, surplus = (
+                sum(each.pages[kind] * caches[0].page_size for each in stats) for kind in ("used", "surplus")
+            )
             if used:
-                seen.waste.append(1 - sum(each.token_bytes for each in stats) / used)
-                seen.surplus_bytes.append(sum(each.pages["surplus"] for each in stats) * caches[0].page_size)
-                seen.physical_bytes = max(seen.physical_bytes, caches[0].pool.stats().physical_bytes)
-            sleep(EVERY)
+                tokens = sum(each.token_bytes for each in stats)
+                seen.append((1 - tokens / used, surplus, caches[0].pool.stats().physical_bytes))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -1,18 +1,15 @@
-"""What 8-bit K and V do to a model's logits, next to transformers' own quantized caches, where K has outliers.
+"""Distance of a model's logits with 8-bit K and V, beside transformers' own quantized caches, where K has outliers.
 
     python -m benchmarks.eight_bits [--json]
 
-Random weights hide what real ones do to a format. In trained models a few channels of K are many times as large as the
-rest, the same ones for all tokens, and V has none: KIVI (arXiv:2402.02750), and KVQuant (arXiv:2401.18079), which says
-that rotary embedding mixes them within pairs of channels; SmoothQuant (arXiv:2211.10438) says so of activations at
-large. So models of random weights get such channels by a bias of K, where Qwen2 has one, in front of the rotary
-embedding: among those that it turns slowly, which leaves attention to be about tokens. With 1 times the rest there are
-none. All of them compute in fp32, so that what differs is K and V.
+In trained models a few channels of K are many times as large as the rest, the same ones for all tokens, and V has none:
+KIVI (arXiv:2402.02750), KVQuant (arXiv:2401.18079), SmoothQuant (arXiv:2211.10438). So models of random weights get such
+channels by a bias of K, where Qwen2 has one, in front of the rotary embedding, among those that it turns slowly. All
+models compute in fp32, so that only K and V differ.
 
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
-these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
-come (but for the axes that its documentation advises): the group-wise ones keep up to 128 tokens behind the prompt as
-they are. Caches that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
+these, without each one's mean, against those of a cache of fp32. The group-wise caches of transformers keep up to 128
+tokens behind the prompt as they are; caches that are not installed are left out (`pip install optimum-quanto hqq`).
 """
 
 from __future__ import annotations

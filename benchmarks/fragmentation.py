@@ -39,7 +39,8 @@ MODELS = {
     "Qwen3-0.6B": KVLayout(num_layers=28, num_kv_heads=8, head_dim=128),
 }
 """K and V in bf16; of eight GPUs each has one of the 70B's eight KV heads."""
-BUDGETS = (20, 80)
+GIB = 80
+"""Of the GPU that holds K and V."""
 RESERVATIONS = (2048, 4096, 8192)
 """Tokens that static reservation keeps for a sequence; its waste depends on nothing as much as on this."""
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
@@ -126,7 +127,7 @@ def used_bytes(allocator: KVCache | BlockPool, layout: KVLayout) -> int:
     return allocator.stats().pages["used"] * allocator.page_size
 
 
-def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq_len: int) -> Row:
+def simulate(model: str, scheme: str, requests: list[Request], max_seq_len: int) -> Row:
     """One trace on one allocator.
 
     Means are over the steps in which requests wait. `waste` is the part of the used bytes that holds no token,
@@ -134,9 +135,9 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
     """
     layout = MODELS[model]
     max_sequences = min(len(requests), ADDRESS_LIMIT // (max_seq_len * layout.token_bytes))
-    allocator = make_allocator(scheme, layout, gib << 30, max_seq_len, max_sequences)
+    allocator = make_allocator(scheme, layout, GIB << 30, max_seq_len, max_sequences)
     batching: Batching[Any] = Batching(allocator, requests, max_sequences)
-    row: Row = {"model": model, "budget_gib": gib, "scheme": scheme, "max_seq_len": max_seq_len}
+    row: Row = {"model": model, "budget_gib": GIB, "scheme": scheme, "max_seq_len": max_seq_len}
     row["requests"] = len(requests)
     samples: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
     crowded: list[tuple[float, ...]] = []
@@ -182,17 +183,11 @@ def curve(samples: np.ndarray) -> Row:
 
 
 def run(requests: list[Request], max_seq_len: int) -> Row:
-    """All models, budgets and schemes, and static reservation of several lengths, in one process per processor."""
+    """All models and schemes, and static reservation of several lengths, in one process per processor."""
     jobs: list[tuple[str, tuple[Any, ...]]] = [
-        ("runs", (model, gib, scheme, fitting(requests, max_seq_len), max_seq_len))
-        for model in MODELS
-        for gib in BUDGETS
-        for scheme in SCHEMES
+        ("runs", (model, scheme, fitting(requests, max_seq_len), max_seq_len)) for model in MODELS for scheme in SCHEMES
     ]
-    jobs += [
-        ("reservations", ("Llama-3.1-8B", BUDGETS[-1], "static", fitting(requests, tokens), tokens))
-        for tokens in RESERVATIONS
-    ]
+    jobs += [("reservations", ("Llama-3.1-8B", "static", fitting(requests, tokens), tokens)) for tokens in RESERVATIONS]
     # Not forked: torch's threads would not be there.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(simulate, *arguments) for _, arguments in jobs]
@@ -235,7 +230,7 @@ def main(
     }
     result |= run(work, max_seq_len)
     tables = {f"{served:,} requests, waste": waste_table, "Static reservation": reservation_table}
-    deliver(result, json_output, {**tables, f"Sequences in {BUDGETS[-1]} GiB": batch_table})
+    deliver(result, json_output, {**tables, f"Sequences in {GIB} GiB": batch_table})
 
 
 def waste_table(result: Row) -> Lines:
@@ -250,7 +245,7 @@ def waste_table(result: Row) -> Lines:
 
 def batch_table(result: Row) -> Lines:
     """Sequences at a time at the largest budget, and how many times those of static reservation."""
-    runs = [row for row in result["runs"] if row["budget_gib"] == BUDGETS[-1]]
+    runs = [row for row in result["runs"] if row["budget_gib"] == GIB]
     static = {row["model"]: row["sequences"] for row in runs if row["scheme"] == "static"}
 
     def cell(row: Row) -> str:
@@ -270,8 +265,8 @@ def schemes_by_models(result: Row, cell: Callable[[Row], str]) -> Lines:
         "per layer": "2 MiB pages, a range per layer and K/V",
         "token-major": "**vmmkv**: 2 MiB pages, token-major",
     }
-    runs = {(row["scheme"], row["model"]): row for row in result["runs"] if row["budget_gib"] == BUDGETS[-1]}
-    return (f"{BUDGETS[-1]} GiB", *MODELS), [
+    runs = {(row["scheme"], row["model"]): row for row in result["runs"] if row["budget_gib"] == GIB}
+    return (f"{GIB} GiB", *MODELS), [
         (
             labels[scheme],
             *("does not fit" if "error" in row else cell(row) for row in (runs[scheme, model] for model in MODELS)),
@@ -296,14 +291,14 @@ def plot(result: Row, path: Path) -> None:
     axes = figure.subplots(2, len(MODELS), sharex="col")
     for column, model in enumerate(MODELS):
         for row in result["runs"]:
-            if (row["model"], row["budget_gib"]) == (model, BUDGETS[-1]) and "curve" in row:
+            if (row["model"], row["budget_gib"]) == (model, GIB) and "curve" in row:
                 points = row["curve"]
                 steps = np.arange(len(points["waste"])) * points["steps_a_point"] / 1000
                 colour = f"C{SCHEMES.index(row['scheme'])}"
                 dashes = "--" if row["scheme"] == "token-major" else "-"  # it lies over blocks of 16
                 for axis, values in zip(axes[:, column], (points["waste"], points["sequences"])):
                     axis.plot(steps, values, color=colour, ls=dashes, lw=1.2, label=row["scheme"])
-        axes[0, column].set(title=f"{model}, {BUDGETS[-1]} GiB", yscale="log", ylim=(3e-4, 1))
+        axes[0, column].set(title=f"{model}, {GIB} GiB", yscale="log", ylim=(3e-4, 1))
         axes[1, column].set(xlabel="thousand decode steps", ylim=(0, None))
     axes[0, 0].set_ylabel("bytes without a token")
     axes[1, 0].set_ylabel("sequences")

@@ -24,7 +24,6 @@ from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import errors
 from vmmkv.driver.driver import Driver
-from vmmkv.workload import conversations
 
 from .environment import environment
 from .geometry import memory_of, open_geometry, synchronize
@@ -87,23 +86,14 @@ def main(
     on_gpu = driver.device.type == "cuda"
     steps = steps or (2000 if on_gpu else 100)
     bench = Bench(driver, layout, None if on_gpu else 32, perf_counter() + budget_seconds, [])
-    result: Row = {
-        "environment": environment(driver.device),
-        "sequences": sequences,
-        "steps": steps,
-        "step_ms": step_ms,
-    }
-    result["prompts"] = prompts(bench)
+    result: Row = {"environment": environment(driver.device), "sequences": sequences, "steps": steps}
+    result |= {"step_ms": step_ms, "prompts": prompts(bench)}
     # Decoding takes the most time by far: it comes last.
     result["restless"] = restless(bench, rounds)
     result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
     result["missed"] = bench.missed
-    titles = (
-        f"Decoding {sequences} sequences, steps of {step_ms:g} ms",
-        "Launching small kernels",
-        "Waiting for prompts",
-    )
-    deliver(result, json_output, dict(zip(titles, (decode_table, launch_table, prompt_table))))
+    tables = {"Launching small kernels": launch_table, "Waiting for prompts": prompt_table}
+    deliver(result, json_output, {f"{sequences} sequences, steps of {step_ms:g} ms": decode_table, **tables})
 
 
 # ------------------------------------------------------------------ decoding
@@ -122,17 +112,6 @@ def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
         end.synchronize()
     wanted = int(cycles * milliseconds / start.elapsed_time(end))
     return lambda: torch.cuda._sleep(wanted)
-
-
-def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
-    """Launch so many small kernels, one by one."""
-    x = torch.zeros(16, device=bench.driver.device)
-
-    def work() -> None:
-        for _ in range(launches):
-            x.add_(1)
-
-    return work
 
 
 def decoding(bench: Bench, sequences: int, steps: int, rounds: int, work: Callable[[], None]) -> list[Row]:
@@ -183,13 +162,13 @@ def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[]
         extending, mapped, called = 0.0, 0, 0
         start = perf_counter()
         for _ in range(steps):
-            maps, calls = meter.count("map"), caller_calls(cache)
+            maps, calls = meter.count("map"), meter.spent[:, 0].sum()  # the second, of this thread
             began = perf_counter()
             cache.extend(batch, 1)
             extending += perf_counter() - began
             work()
             bench.wait()
-            mapped, called = mapped + meter.count("map") - maps, called + (caller_calls(cache) > calls)
+            mapped, called = mapped + meter.count("map") - maps, called + bool(meter.spent[:, 0].sum() > calls)
         seconds = perf_counter() - start
         ahead = cache.stats().pages_mapped["ahead"]
     return {
@@ -201,11 +180,6 @@ def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[]
     }
 
 
-def caller_calls(cache: KVCache) -> int:
-    """Calls of the driver that were not the mapper's."""
-    return int(cache.pool.meter.spent[:, 0].sum())
-
-
 # ------------------------------------------------------------------ a mapper that never rests
 
 
@@ -214,21 +188,20 @@ def restless(bench: Bench, rounds: int) -> Row:
     layout, driver = bench.layout, bench.driver
     count, tokens = (32, 8192) if bench.on_gpu else (8, 256)
     pages = count * layout.pages(tokens, driver.page_size)
-    work = eager_work(bench, 100)
     alone, beside, rates = [], [], []
     options: Row = {**memory_of(driver), "lookahead": bench.lookahead, "large_frames": False}
     with KVCache(layout, count, tokens, max_bytes=pages * driver.page_size, **options) as cache:
         for number in bench.rounds("launching beside a mapper that never rests", rounds):
             for busy in (False, True) if number % 2 == 0 else (True, False):
                 if not busy:
-                    alone.append(launches_a_second(bench, work, lambda: False))
+                    alone.append(launches_a_second(bench, lambda: False))
                     continue
                 before, began = pages_ahead(cache), perf_counter()
                 batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
                 end = before + pages // 20 * 19
                 while pages_ahead(cache) == before and perf_counter() < bench.deadline:  # until it is at work
                     sleep(1e-4)
-                beside.append(launches_a_second(bench, work, lambda end=end: pages_ahead(cache) >= end))
+                beside.append(launches_a_second(bench, lambda end=end: pages_ahead(cache) >= end))
                 rates.append((pages_ahead(cache) - before) / (perf_counter() - began))
                 cache.free(batch)
                 bench.wait()
@@ -244,12 +217,14 @@ def pages_ahead(cache: KVCache) -> int:
     return cache.pool.word("mapped_ahead")
 
 
-def launches_a_second(bench: Bench, work: Callable[[], None], over: Callable[[], bool]) -> float:
-    """Launches a second, of work that is a hundred of them, for a while or until it is over."""
+def launches_a_second(bench: Bench, over: Callable[[], bool]) -> float:
+    """Launches a second of small kernels, one by one, for a while or until it is over."""
+    x = torch.zeros(16, device=bench.driver.device)
     bench.wait()
     count, start = 0, perf_counter()
     while not count or (perf_counter() - start < RESTLESS_SECONDS and not over()):
-        work()
+        for _ in range(100):
+            x.add_(1)
         count += 100
     seconds = perf_counter() - start
     bench.wait()
@@ -260,15 +235,11 @@ def launches_a_second(bench: Bench, work: Callable[[], None], over: Callable[[],
 
 
 def prompts(bench: Bench) -> list[Row]:
-    """Milliseconds that a thread waits for a prompt of 8,192 tokens on an empty pool, and for 60 sequences after a
-    trim: of 1,024 tokens, and as long as prompts of conversations are."""
+    """Milliseconds that a thread waits for a prompt on an empty pool, and for 60 sequences after a trim."""
     tokens = 8192 if bench.on_gpu else 512
-    rng = np.random.default_rng(0)
-    ragged = np.minimum([request.prompt for request in conversations(60, rng)], tokens).tolist()
     cases = {
         f"a prompt of {tokens} tokens, empty pool": [tokens],
         f"60 sequences of {tokens // 8} tokens, after trim()": [tokens // 8] * 60,
-        f"60 sequences of {sum(ragged) // 60} tokens on average, after trim()": ragged,
     }
     found: dict[tuple[str, str], list[float]] = {(what, frames): [] for what in cases for frames in FRAMES}
     pages = sum(bench.layout.pages(length, bench.driver.page_size) for length in max(cases.values(), key=sum))

@@ -1,17 +1,14 @@
-"""How much of a trace's prompts a cache finds: with room for all, and under budgets beside an offline optimum, with and
-without a host tier.
+"""Prefix hits of a trace on a cache with room for all, and under budgets beside an offline optimum.
 
     python -m benchmarks.prefix_trace --trace FILE [--pages N]... [--json]
 
 The trace tells of each prompt the ids of its blocks; equal ids are equal content behind an equal beginning (Mooncake's
-traces: `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, which makes hit rates of the same
-blocks, and each prompt ends with one more token, which is its own: the last one is never found, for it has to be
-computed. Requests come one after another on one `KVCache`, in host memory: each begins with what is known, writes K of
-the rest, makes it known, and ends. K of what was found is compared with what was written.
+traces: `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, and each prompt ends with one more
+token, which must be computed. Requests come one after another on one `KVCache` in host memory, without and with a host
+tier: each begins with the known tokens, writes K of the others, and commits them. K of known tokens is compared.
 
-The optimum is Belady's: it knows all requests, gives up the page that is needed last, and keeps none that is not needed
-before those it has. A page is never needed before the one that it follows, so it, too, keeps prefixes only. No policy
-finds more. Beside a host tier it has the pages of both.
+The optimum is Belady's: it knows all requests, and evicts the page that is needed last. A page is never needed before
+the one that it follows, so it keeps prefixes only, and no policy finds more. Beside a host tier it has the pages of both.
 """
 
 from __future__ import annotations

@@ -342,7 +342,8 @@ def test_fragmentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waste = {row["scheme"]: row["waste"] for row in result["runs"] if row["model"] == "Llama-3.1-8B"}
     assert waste["token-major"] == waste["block 16"] < waste["block 64"] < waste["block 256"] < waste["per layer"]
     assert waste["per layer"] < waste["static"]
-    row = fragmentation.simulate("Llama-2-7B", 1, "static", [Request(10, 10)], 4096)
+    monkeypatch.setattr(fragmentation, "GIB", 1)
+    row = fragmentation.simulate("Llama-2-7B", "static", [Request(10, 10)], 4096)
     assert (row["sequences"], "4096 tokens" in row["error"]) == (0, True)
 
 

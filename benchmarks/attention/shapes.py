@@ -1,4 +1,4 @@
-"""Decode and prefill of other heads, of several queries, of K and V in 8 bits and of latents, beside heads of 128."""
+"""Decode and prefill of other heads, of several queries, and of K and V in 8 bits, beside heads of 128."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vmmkv.kernels import decode, dequantize, prefill, quantize
-from vmmkv.kernels.arguments import LATENT_DIM, LATENT_V_DIM, v_dim_of
 
 from .batches import DTYPE, NUM_HEADS, NUM_KV_HEADS
 from .timing import Call, measure
@@ -28,7 +27,7 @@ CHECKED_QUERIES = 64
 
 @dataclass(frozen=True)
 class Geometry:
-    """A batch of equal lengths. Heads of latents are 576 wide and share one, whose first 512 numbers are V."""
+    """A batch of equal lengths."""
 
     head_dim: int = 128
     queries: int = 1
@@ -36,18 +35,14 @@ class Geometry:
     heads: int = NUM_HEADS
 
     @property
-    def kv_heads(self) -> int:
-        return 1 if self.head_dim == LATENT_DIM else NUM_KV_HEADS
-
-    @property
     def name(self) -> str:
         queries = f", {self.queries} queries" if self.queries > 1 else ""
-        return f"{self.heads}/{self.kv_heads} x {self.head_dim}, {str(self.kv_dtype).removeprefix('torch.')}{queries}"
+        return f"{self.heads}/{NUM_KV_HEADS} x {self.head_dim}, {str(self.kv_dtype).removeprefix('torch.')}{queries}"
 
     @property
     def flops(self) -> int:
         """Of a query token and a key: both products of all heads."""
-        return 2 * self.heads * (self.head_dim + v_dim_of(self.head_dim))
+        return 4 * self.heads * self.head_dim
 
 
 GEOMETRIES = (
@@ -61,8 +56,6 @@ GEOMETRIES = (
     Geometry(queries=8),
     Geometry(kv_dtype=torch.float8_e4m3fn),
     Geometry(kv_dtype=torch.int8),
-    Geometry(LATENT_DIM, heads=16),
-    Geometry(LATENT_DIM, heads=128),
 )
 BATCHES = (64, 16_384), (64, 4096), (16, 4096)
 """Sequences, and their tokens."""
@@ -148,17 +141,13 @@ class States(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of K and V, and of their scales. V of latents is a part of K."""
+        """Of K and V, and of their scales."""
         scales = [each for each in self.options.values() if isinstance(each, torch.Tensor)]
-        return sum(each.nbytes for each in (self.kv[:1] if self.q.shape[-1] == LATENT_DIM else self.kv) + scales)
+        return sum(each.nbytes for each in self.kv + scales)
 
 
 def make_states(shape: Geometry, batch: int, tokens: int, device: torch.device) -> States:
     q = torch.randn(batch, shape.queries, shape.heads, shape.head_dim, dtype=DTYPE, device=device)
-    if shape.head_dim == LATENT_DIM:
-        k = torch.randn(batch, tokens, 1, LATENT_DIM, dtype=DTYPE, device=device)
-        kv = [k, k[..., :LATENT_V_DIM]]
-        return States(q, kv, [states[:CHECKED].double() for states in kv], {"scale": LATENT_DIM**-0.5})
     kv = [torch.randn(batch, tokens, NUM_KV_HEADS, shape.head_dim, dtype=DTYPE, device=device) for _ in "kv"]
     if shape.kv_dtype is DTYPE:
         return States(q, kv, [states[:CHECKED].double() for states in kv], {})
@@ -186,8 +175,7 @@ def make_prompt(shape: Geometry, tokens: int, device: torch.device) -> tuple[Cal
 
 
 def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens. K and V are not copied for each
-    of their query heads, of which latents have so many that a GPU of 80 GB has no room for them."""
+    """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens."""
     positions = torch.arange(k.shape[1], device=q.device)
     hidden = positions > positions[-q.shape[1] :, None]
     grouped = q.unflatten(2, (k.shape[2], -1))
