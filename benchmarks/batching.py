@@ -33,9 +33,9 @@ from vmmkv.integrations import continuous_batching as rows
 from .engine.model import Config
 from .environment import environment
 from .generate.models import CONFIGS, build, token_bytes
+from .geometry import free_memory
 from .output import Lines, Row, deliver
 from .serve import options, vllm_peer
-from .serve.measure import free_memory
 from .serve.workloads import Limits, Workload, make_workload
 
 BLOCKS = "blocks, "

@@ -3,9 +3,9 @@
     python -m benchmarks.eight_bits [--json]
 
 In trained models a few channels of K are many times as large as the rest, the same ones for all tokens, and V has none:
-KIVI (arXiv:2402.02750), KVQuant (arXiv:2401.18079), SmoothQuant (arXiv:2211.10438). So models of random weights get such
-channels by a bias of K, where Qwen2 has one, in front of the rotary embedding, among those that it turns slowly. All
-models compute in fp32, so that only K and V differ.
+KIVI (arXiv:2402.02750), KVQuant (arXiv:2401.18079), SmoothQuant (arXiv:2211.10438). So models of random weights get
+such channels by a bias of K, where Qwen2 has one, in front of the rotary embedding, among those that it turns slowly.
+All models compute in fp32, so that only K and V differ.
 
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
 these, without each one's mean, against those of a cache of fp32. The group-wise caches of transformers keep up to 128
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +26,7 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.layout import KV_DTYPES
 
-from .environment import environment
+from .environment import environment, version_of
 from .output import Lines, Row, deliver
 
 OUTLIERS = 1, 10, 30
@@ -94,18 +93,11 @@ def makers(config: Any, max_seq_len: int) -> dict[str, Callable[[], Cache]]:
     }
     groups = {"quanto 4 bits": ("quanto", 4, 0), "hqq 8 bits": ("hqq", 8, 1), "hqq 4 bits": ("hqq", 4, 1)}
     for name, (backend, nbits, axis) in groups.items():
-        if installed(PACKAGES[backend]):
+        if version_of(PACKAGES[backend]):
             caches[f"transformers {name}"] = lambda backend=backend, nbits=nbits, axis=axis: QuantizedCache(  # type: ignore[misc]
                 backend, config, nbits=nbits, axis_key=axis, axis_value=axis
             )
     return caches
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -155,7 +147,7 @@ def main(
             rows += [{"outliers": outliers, "length": length, **row} for row in measure(model, length, batch, steps)]
     result: Row = {
         "environment": environment(torch.device("cpu")),
-        "packages": {name: installed(name) for name in ("transformers", *PACKAGES.values())},
+        "packages": {name: version_of(name) for name in ("transformers", *PACKAGES.values())},
         "channels": CHANNELS,
         "layers": layers,
         "tokens": batch * steps,

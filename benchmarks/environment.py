@@ -28,7 +28,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Facts that are known before anything is measured."""
     inputs = [path for path in map(Path, sys.argv[1:]) if path.suffix in INPUTS and path.is_file()]
     facts: dict[str, Any] = code.environment(device) | {
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in PACKAGES if (found := version_of(name))},
         "inputs": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs},
     }
     return facts | ({"gpus_before": _gpus()} if device.type == "cuda" else {})
@@ -41,7 +41,8 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

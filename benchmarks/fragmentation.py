@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -47,7 +46,6 @@ SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-ma
 """`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
 layer, `token-major` one for all of them: both are a `KVCache`."""
 SAMPLE_STEPS = 20
-CURVE_POINTS = 100
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +137,7 @@ def simulate(model: str, scheme: str, requests: list[Request], max_seq_len: int)
     batching: Batching[Any] = Batching(allocator, requests, max_sequences)
     row: Row = {"model": model, "budget_gib": GIB, "scheme": scheme, "max_seq_len": max_seq_len}
     row["requests"] = len(requests)
-    samples: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
-    crowded: list[tuple[float, ...]] = []
+    crowded: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
     peak = 0
     try:
         while batching.waiting or batching.running:
@@ -149,9 +146,8 @@ def simulate(model: str, scheme: str, requests: list[Request], max_seq_len: int)
             if batching.steps % SAMPLE_STEPS == 0:
                 tokens = sum(running.length for running in batching.running)
                 sample = len(batching.running), tokens, used_bytes(allocator, layout) / layout.token_bytes
-                if batching.waiting or not samples:
+                if batching.waiting or not crowded:
                     crowded.append(sample)
-                samples.append(sample)
             batching.decode(SAMPLE_STEPS - batching.steps % SAMPLE_STEPS)
             batching.retire()
     except OutOfPagesError as error:  # the largest request alone does not fit
@@ -164,21 +160,6 @@ def simulate(model: str, scheme: str, requests: list[Request], max_seq_len: int)
         "unused_tokens": (used - tokens) / sequences,
         "steps": batching.steps,
         "preemptions": batching.preemptions,
-        "curve": curve(np.array(samples, np.float64)),
-    }
-
-
-def curve(samples: np.ndarray) -> Row:
-    """At most `CURVE_POINTS` means over equal parts of the time; `steps_a_point` says how long a part is."""
-    width = -(-len(samples) // CURVE_POINTS)
-    sequences, tokens, used = np.array(
-        [samples[start : start + width].sum(0) for start in range(0, len(samples), width)]
-    ).T
-    counts = np.minimum(width, len(samples) - width * np.arange(len(used)))
-    return {
-        "steps_a_point": width * SAMPLE_STEPS,
-        "waste": (1 - tokens / used).round(4).tolist(),
-        "sequences": (sequences / counts).round(1).tolist(),
     }
 
 
@@ -281,29 +262,6 @@ def reservation_table(result: Row) -> Lines:
         (f"{row['max_seq_len']:,} tokens", f"{row['requests']:,}", f"{row['waste']:.1%}")
         for row in result["reservations"]
     ]
-
-
-def plot(result: Row, path: Path) -> None:
-    """Waste above, running sequences below, over decode steps; a column per model, at the largest budget."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    axes = figure.subplots(2, len(MODELS), sharex="col")
-    for column, model in enumerate(MODELS):
-        for row in result["runs"]:
-            if (row["model"], row["budget_gib"]) == (model, GIB) and "curve" in row:
-                points = row["curve"]
-                steps = np.arange(len(points["waste"])) * points["steps_a_point"] / 1000
-                colour = f"C{SCHEMES.index(row['scheme'])}"
-                dashes = "--" if row["scheme"] == "token-major" else "-"  # it lies over blocks of 16
-                for axis, values in zip(axes[:, column], (points["waste"], points["sequences"])):
-                    axis.plot(steps, values, color=colour, ls=dashes, lw=1.2, label=row["scheme"])
-        axes[0, column].set(title=f"{model}, {GIB} GiB", yscale="log", ylim=(3e-4, 1))
-        axes[1, column].set(xlabel="thousand decode steps", ylim=(0, None))
-    axes[0, 0].set_ylabel("bytes without a token")
-    axes[1, 0].set_ylabel("sequences")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SCHEMES))
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

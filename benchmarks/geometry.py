@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def calls_since(cache: KVCache, before: dict[str, int]) -> dict[str, int]:
     """By name, the driver calls since `calls_of` returned `before`."""
     counts = {name: count - before.get(name, 0) for name, count in calls_of(cache).items()}
     return {name: count for name, count in counts.items() if count}
+
+
+def free_memory() -> None:
+    """Give unused memory of torch back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

@@ -31,10 +31,10 @@ from .engine.engine import Engine
 from .engine.model import MODELS, random_model
 from .engine.rows import memory_for
 from .environment import environment
-from .geometry import calls_of, synchronize
+from .geometry import calls_of, free_memory, synchronize
 from .output import Lines, Row, deliver
 from .serve import options
-from .serve.measure import Settings, figures, free_memory, make_engine
+from .serve.measure import SEED, Settings, figures, make_engine
 from .serve.workloads import Limits, Workload, make_workload
 
 MODES = SHARED, HALVES = ("one pool", "a fixed half each")
@@ -82,7 +82,7 @@ def serve(engines: list[Engine], settings: Settings, work: Workload) -> Row:
 
 def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
     """Serve all requests of a workload at once."""
-    prompts = work.prompts(settings.model.config.vocab_size, settings.seed)
+    prompts = work.prompts(settings.model.config.vocab_size, SEED)
     before = engine.kv.work()["driver"]
     run = engine.run(prompts, [request.output for request in work.requests], deadline=settings.deadline)
     row = figures(run) if run.running else dict.fromkeys(KEPT)
@@ -96,15 +96,14 @@ def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
     }
 
 
-def move(
-    layout: KVLayout, memory: int, prompt: int, device: torch.device, lookahead: int | None, large_frames: bool
-) -> list[Row]:
+def move(layout: KVLayout, memory: int, prompt: int, device: torch.device, large_frames: bool) -> list[Row]:
     """Fill the pool with prompts of one cache, and, when they are gone, of the other; three times in turns."""
     pool = pools_of(SHARED, layout, memory, device)[0]
     count = max(pool.limit_pages // layout.pages(prompt, pool.page_size), 1)
-    made = {"pool": pool, "lookahead": lookahead, "large_frames": large_frames}
     with ExitStack() as stack:
-        caches = [stack.enter_context(KVCache(layout, count, prompt, **made)) for _ in range(2)]
+        caches = [
+            stack.enter_context(KVCache(layout, count, prompt, pool=pool, large_frames=large_frames)) for _ in range(2)
+        ]
         return [
             {"to": number % 2, "filled": number > 0, "large_frames": large_frames}
             | fill(caches[number % 2], count, prompt, device)
@@ -141,12 +140,8 @@ def main(
     trace: TraceFile = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Of a burst.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
-    max_sequences: options.MaxSequences = 256,
-    chunk: options.Chunk = 2048,
     move_memory: Annotated[str | None, typer.Option(help="That moves; as much as --memory by default.")] = None,
-    lookahead: options.Lookahead = None,
     device: Device = None,
-    seed: options.Seed = 0,
     budget_seconds: options.BudgetSeconds = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
@@ -160,9 +155,9 @@ def main(
     layout, free = MODELS[name].kv_layout(usual.dtype), driver.memory_info()[0]
     nbytes, moved = parse_bytes(memory or usual.memory, free), parse_bytes(move_memory or memory or usual.memory, free)
     longest = int(0.9 * nbytes / 2) // layout.token_bytes  # each request has room in a half
-    work = make_workload(trace, Limits(count, 10**9, longest, usual.max_seq_len, usual.shorten), seed)
+    work = make_workload(trace, Limits(count, 10**9, longest, usual.max_seq_len, usual.shorten), SEED)
     weights = random_model(MODELS[name], work.max_seq_len, driver.device, usual.dtype)
-    settings = Settings(weights, nbytes, max_sequences, chunk, deadline, seed, lookahead)
+    settings = Settings(weights, nbytes, deadline)
     result: Row = {
         "environment": environment(driver.device),
         "models": [name] * 2,
@@ -172,9 +167,7 @@ def main(
         "trace": work.name,
         "prompt_tokens": usual.prompt_tokens,
         "moves": [
-            row
-            for large in (True, False)
-            for row in move(layout, moved, usual.prompt_tokens, driver.device, lookahead, large)
+            row for large in (True, False) for row in move(layout, moved, usual.prompt_tokens, driver.device, large)
         ],
         "missed": [],
     }

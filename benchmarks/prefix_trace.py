@@ -8,7 +8,7 @@ token, which must be computed. Requests come one after another on one `KVCache` 
 tier: each begins with the known tokens, writes K of the others, and commits them. K of known tokens is compared.
 
 The optimum is Belady's: it knows all requests, and evicts the page that is needed last. A page is never needed before
-the one that it follows, so it keeps prefixes only, and no policy finds more. Beside a host tier it has the pages of both.
+the one that it follows, so it keeps prefixes only, and no policy finds more. It has the pages of a host tier as well.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ import typer
 
 from vmmkv.cli.output import console, errors
 
-from . import fragmentation
 from .cited import nameless, unheld
 from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
@@ -31,7 +30,6 @@ DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/*.md", "docs/
 MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABLES.md", "benchmarks/results/kernels.md")
 """Documents in which every figure with a unit was measured."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
-    "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
 }
 

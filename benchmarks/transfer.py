@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from torch.multiprocessing import spawn
 
 from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
@@ -33,7 +34,6 @@ from vmmkv.driver.driver import open_driver
 from .environment import environment
 from .geometry import layout_on, synchronize
 from .output import Lines, Row, deliver
-from .processes import run_processes
 
 SENDER, RECEIVER = 0, 1
 PIECE = 32 << 10
@@ -244,7 +244,7 @@ def main(
 def measure(on_gpus: bool, tokens: int, rounds: int) -> dict[str, list[float]]:
     """By way, the seconds of each round, of two processes that are made for it."""
     with TemporaryDirectory() as folder:
-        run_processes(2, work, folder, on_gpus, tokens, rounds)
+        spawn(work, (folder, on_gpus, tokens, rounds), nprocs=2)
         found: dict[str, list[float]] = json.loads((Path(folder) / "result.json").read_text())
         return found
 

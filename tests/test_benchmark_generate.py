@@ -15,7 +15,7 @@ from transformers import StaticCache
 from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.caches import BASELINE, CONTENDERS
-from benchmarks.generate.cells import CPU, GPU, LLAMA, QWEN
+from benchmarks.generate.cells import CPU, LLAMA, QWEN
 from benchmarks.generate.decode import Watched
 from benchmarks.generate.models import CONFIGS, build, token_bytes, weight_bytes
 from benchmarks.generate.tables import tables
@@ -124,18 +124,6 @@ def test_models_have_their_sizes() -> None:
     assert weight_bytes(llama) == 2 * (8_030_261_248 - 128_256 * 4096)
     assert weight_bytes(qwen) == 2 * 596_049_920
     assert token_bytes(CONFIGS[LLAMA]) == KVLayout(32, 8, 128, torch.bfloat16).token_bytes == 128 << 10
-
-
-def test_cells_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (120 << 30, 141 << 30))
-    left_out = {}
-    for cell in GPU.cells():
-        reason = GPU.left_out(cell, token_bytes(CONFIGS[cell.model]), torch.device("cuda"))
-        left_out[cell.model, cell.batch, cell.prompt, cell.contender] = reason and reason["status"]
-    assert left_out[LLAMA, 32, 32_768, BASELINE] == "does not fit"  # 129 GiB
-    assert left_out[LLAMA, 8, 32_768, BASELINE] is left_out[LLAMA, 32, 8192, BASELINE] is None
-    compiled = {key[1:3] for key, status in left_out.items() if key[3] == STATIC_COMPILED and not status}
-    assert compiled == set(GPU.compiled_static)
 
 
 def test_copies_are_counted() -> None:

@@ -8,7 +8,6 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from itertools import combinations
-from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import calls
 from faulty import recorded_calls
-from pair import together
 from transformers import DynamicCache
 from typer import Typer
 from typer.testing import CliRunner, Result
@@ -39,9 +36,8 @@ from benchmarks import (
     transfer,
 )
 from benchmarks.engine.model import MODELS
-from benchmarks.geometry import SMALL, open_geometry
+from benchmarks.geometry import SMALL
 from benchmarks.serve import measure
-from vmmkv.core.mapper import Mapper
 from vmmkv.driver.driver import open_driver
 from vmmkv.workload import Request, TraceError
 
@@ -92,17 +88,6 @@ def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["missed"] == []
     missed = measured(mapper, f"{sizes} --budget-seconds 0")["missed"]
     assert {name.split(",")[0] for name in missed} >= {"prompts", "decoding", "decoding without a mapper"}
-
-
-@pytest.mark.parametrize("way", [mapper.MAPPED, mapper.AHEAD, mapper.IN_NEED])
-def test_one_way_has_a_mapper(way: str) -> None:
-    bench = mapper.Bench(*open_geometry("cpu"), lookahead=32, deadline=inf, missed=[])
-    with mapper.growing(bench, way, sequences=8, steps=40) as (cache, _):
-        if way == mapper.AHEAD:
-            with calls(Mapper, "_change") as until:
-                until(lambda: cache.stats().pages_mapped["ahead"] > 0)
-        else:
-            assert cache.pool.mapper is None
 
 
 # ------------------------------------------------------------------ forks and prefixes
@@ -244,28 +229,6 @@ def test_a_way_that_brings_nothing_back_is_found_out(kind: type[swap.Plain]) -> 
         swap.measure({swap.PLAIN: way}, CPU, rounds=1)
 
 
-def send_nothing(rank: int) -> None:
-    nothing = transfer.Plain(rank, 1 << 10, CPU)
-    content = torch.randint(256, (1 << 10,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert transfer.timed(rank, sent(nothing, content), content) > 0
-    nothing.go = lambda: None  # type: ignore[method-assign]
-    if rank == transfer.SENDER:
-        transfer.meet(CPU)
-    else:
-        with pytest.raises(AssertionError):
-            transfer.timed(rank, nothing, content)
-
-
-def sent(way: transfer.Plain, content: torch.Tensor) -> transfer.Plain:
-    if way.rank == transfer.SENDER:
-        way.bytes().copy_(content)
-    return way
-
-
-def test_a_way_that_sends_nothing_is_found_out() -> None:
-    together(send_nothing)
-
-
 def test_transfer() -> None:
     result = measured(transfer, "--device cpu --tokens 70 --rounds 1", "handing-over")
     assert (result["backend"], result["tokens"], len(result["ways"])) == ("gloo", 64, 5)
@@ -295,7 +258,7 @@ def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_all_memory_moves_from_one_cache_to_the_other(large: bool) -> None:
     layout, prompt, memory = MODELS["tiny"].kv_layout(torch.float32), 64, 256 << 10
-    rows = pools.move(layout, memory, prompt, CPU, 0, large_frames=large)
+    rows = pools.move(layout, memory, prompt, CPU, large_frames=large)
     assert [(row["to"], row["filled"]) for row in rows] == [(number % 2, number > 0) for number in range(6)]
     page = pools.pools_of(pools.SHARED, layout, memory, CPU)[0].page_size
     for row in rows:
@@ -352,7 +315,7 @@ def test_fragmentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bits, "OUTLIERS", (1, 10))
-    monkeypatch.setattr(eight_bits, "installed", lambda package: None)  # they take seconds to import
+    monkeypatch.setattr(eight_bits, "version_of", lambda package: None)  # they take seconds to import
     result = measured(eight_bits, "--lengths 20 --batch 1 --steps 3 --layers 1", "eight-bits")
     distances = {(row["cache"], row["outliers"]): row["distance"] for row in result["logits"]}
     for outliers in (1, 10):

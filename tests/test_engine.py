@@ -27,7 +27,7 @@ from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
 from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import HEADROOM, Schedule
+from benchmarks.engine.schedule import Schedule
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -159,64 +159,6 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
     return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, draw(st.sampled_from([8, 64, 200]))))
 
 
-@pytest.mark.parametrize("backend", [PagedKV, VmmKV])
-@given(batch=batches())
-@settings(max_examples=30 * ROUNDS)
-def test_schedules_serve_all_requests_within_their_means(
-    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int]
-) -> None:
-    prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 64, torch.float32)  # a block, and a page on the host, is 16 tokens
-    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
-    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
-    schedule.waiting.extend(range(len(prompts)))
-    sampled = np.zeros(len(prompts), int)
-    computed = 0
-    finished: list[int] = []
-    running: list[int] = []
-    while step := schedule.next():
-        computed += len(step.decode) + int(step.counts.sum())
-        if len(schedule.running) > 1 and schedule.running[-1] not in running:
-            # It came to others, and what they were promised is still to be had.
-            known = schedule.known[schedule.running]
-            assert known.sum() + HEADROOM * len(known) <= blocks * 16
-        assert 0 < len(step.decode) + len(step.prefill) <= len(schedule.running) <= max_sequences
-        assert not set(step.decode) & set(step.prefill)
-        assert step.counts.sum() <= chunk
-        assert schedule.running == sorted(schedule.running)  # first come, first served
-        assert all(request > max(schedule.running) for request in schedule.waiting)
-        ends = schedule.computed.copy()
-        ends[step.decode] += 1
-        ends[step.prefill] += step.counts
-        check_room(kv, schedule.row[schedule.running], ends[schedule.running], blocks)
-        sampled[step.sampled] += 1
-        finished += schedule.advance(step)
-        running = list(schedule.running)
-    assert sampled.tolist() == outputs
-    assert sorted(finished) == list(range(len(prompts)))
-    assert schedule.recomputed == computed - sum(prompts) - sum(outputs) + len(prompts)  # last tokens are not computed
-    assert (schedule.recomputed > 0) == bool(schedule.preempted.any())
-    assert kv.fits(blocks * 16)
-    kv.close()
-
-
-def check_room(kv: PagedKV | VmmKV, rows: np.ndarray, tokens: np.ndarray, blocks: int) -> None:
-    """Rows have room for exactly these tokens, which is on the device, and nobody else's."""
-    if isinstance(kv, VmmKV):
-        kv.cache.check()
-        assert [sequence.length for sequence in kv.sequences[rows]] == tokens.tolist()
-        for row, count in zip(rows, tokens):
-            for cache in kv.kv(0):
-                cache[row, :count] = row  # a fault where nothing is mapped
-        for row, count in zip(rows, tokens):
-            assert all((cache[row, :count] == row).all() for cache in kv.kv(0))
-        return
-    assert kv.lengths[rows].tolist() == tokens.tolist()
-    counts = -(-tokens // 16)
-    held = [block for row, count in zip(rows, counts) for block in kv.block_table[row, :count].tolist()]
-    assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
-
-
 def related_ids(counts: list[int]) -> list[np.ndarray]:
     """Token ids of requests, each of which begins as long as it likes like one before it."""
     found = [RNG.integers(0, VOCABULARY, counts[0])]
@@ -227,29 +169,35 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(("backend", "suspend"), [(ReusingPagedKV, False), (VmmKV, False), (VmmKV, True)])
+SCHEDULES = [(PagedKV, ""), (VmmKV, ""), (ReusingPagedKV, "reuse"), (VmmKV, "reuse"), (VmmKV, "suspend")]
+
+
+@pytest.mark.parametrize(("backend", "how"), SCHEDULES)
 @given(batch=batches(), late=st.booleans())
 @settings(max_examples=15 * ROUNDS)
-def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
-    backend: type[PagedKV | VmmKV], suspend: bool, batch: tuple[list[int], list[int], int, int, int], late: bool
+def test_schedules_serve_all_requests_within_their_means(
+    backend: type[PagedKV | VmmKV], how: str, batch: tuple[list[int], list[int], int, int, int], late: bool
 ) -> None:
     """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
     prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 64, torch.float32)
+    layout, reuse, suspend = KVLayout(1, 1, 64, torch.float32), how == "reuse", how == "suspend"
     options = {"host_bytes": 100 * layout.token_bytes, "tokens_per_s": 1.0} if suspend else {}
     kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU, **options)
     ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
     schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, suspend=suspend)
-    if not suspend:
+    if reuse:
         schedule.ids = lambda request: ids[request][: schedule.known[request]]
     schedule.waiting.extend(range(len(prompts)))
-    sampled = np.zeros(len(prompts), int)
-    computed = 0
+    sampled, computed = np.zeros(len(prompts), int), 0
     while step := schedule.next():
         before = schedule.computed.copy()
         requests = np.concatenate([step.decode, step.prefill])
         counts = np.concatenate([np.ones_like(step.decode), step.counts])
         computed += int(counts.sum())
+        assert 0 < len(requests) == len(set(requests.tolist())) <= len(schedule.running) <= max_sequences
+        assert step.counts.sum() <= chunk
+        assert schedule.running == sorted(schedule.running)  # first come, first served
+        assert all(request > max(schedule.running) for request in schedule.waiting)
         for request, count in zip(requests, counts):
             positions = np.arange(before[request], before[request] + count)
             write_tokens(kv, schedule.row[request], positions, ids[request][positions])
@@ -259,18 +207,15 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
         sampled[step.sampled] += 1
         schedule.advance(step)
     assert sampled.tolist() == outputs
-    assert (schedule.cached >= 0).all()
-    assert (schedule.cached < prompts).all()
-    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())
+    assert ((schedule.cached >= 0) & (schedule.cached < prompts)).all()
+    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())  # last tokens are not computed
     assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
-    assert computed == needed + schedule.recomputed or not suspend
+    assert computed == needed + schedule.recomputed or reuse
+    assert (schedule.recomputed > 0) == bool(schedule.preempted.any()) or how
     assert kv.fits(blocks * 16)
     kv.give_back()
-    if isinstance(kv, ReusingPagedKV):
+    if isinstance(kv, PagedKV):
         assert sorted(kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))
-        assert not kv.known
-        assert not kv.keys
-        assert not kv.users.any()
     else:
         kv.cache.check()
         assert kv.physical_bytes() == 0
@@ -297,47 +242,6 @@ def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
         assert (found == torch.from_numpy(values).float()[:, None, None]).all()
 
 
-@pytest.mark.parametrize(("tokens_per_s", "host_tokens"), [(1000.0, 1000), (1000.0, 70), (1e12, 1000)])
-def test_preempted_requests_are_suspended_where_that_is_cheaper_and_there_is_room(
-    tokens_per_s: float, host_tokens: int
-) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)
-    options = {"host_bytes": host_tokens * 512, "tokens_per_s": tokens_per_s}
-    engine = Engine(model, "vmm", 9 * 16 * 512, 4, 160, 1000, suspend=True, options=options)
-    run = engine.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, run)
-    assert run.finished == 4
-    assert run.preemptions > 0
-    assert (run.suspensions > 0) == (tokens_per_s == 1000.0)
-    if host_tokens == 1000:
-        assert run.suspensions in (0, run.preemptions)
-    check_nothing_is_kept(engine, "vmm")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reuse_generates_the_same_tokens(backend: str) -> None:
-    model = tiny_model()
-    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 50))
-    prompts = [torch.cat([system, prompt]) for prompt in random_requests(20, 60, 1)[0]]
-    outputs = RNG.integers(1, 20, len(prompts)).tolist()
-    engine, without = (
-        Engine(model, backend, 1 << 20, 8, 160, 4000, chunk=48, reuse=reuse, late=True) for reuse in (True, False)
-    )
-    run, other = engine.run(prompts, outputs), without.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, run)
-    check_greedy(logits_without_cache(model), prompts, other)
-    assert (other.cached == 0).all()
-    assert run.cached[0] == 0
-    assert (run.cached[2:] >= 48).all()  # after the first two steps the system prompt is there
-    assert run.finished == other.finished == len(prompts)
-    again = engine.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, again)
-    assert (again.cached >= run.cached).all()
-    assert (again.cached >= np.array([(len(prompt) - 1) // 16 * 16 for prompt in prompts])).all()
-    check_nothing_is_kept(engine, backend)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: bool) -> None:
@@ -355,31 +259,6 @@ def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: 
     assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)
-    prompts += [torch.cat([prompt, prompt]) for prompt in prompts]
-    engine = Engine(model, backend, 9 * 16 * 512, 4, 160, 2000, reuse=True)
-    for _ in range(2):
-        run = engine.run(prompts, outputs * 2)
-        assert run.preemptions > 0
-        assert run.finished == 8
-        check_greedy(logits_without_cache(model), prompts, run)
-    check_nothing_is_kept(engine, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
-    roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
-    for engine in (roomy, tight):
-        run = engine.run(prompts, outputs)
-        assert (run.preemptions > 0) == (engine is tight)
-        check_greedy(logits_without_cache(model), prompts, run)
-
-
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have less than the budget; the last request has nobody to take memory from."""
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
@@ -387,39 +266,6 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MemoryError):
         engine.run(*random_requests(4, 16, 8))
     check_nothing_is_kept(engine, "vmm")
-
-
-def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(20, 60, 20)
-    runs = [Engine(model, backend, 1 << 20, 8, 160, 2000, chunk=48).run(prompts, outputs) for backend in BACKENDS]
-    assert len({(*run.running, *run.tokens.tolist()) for run in runs}) == 1
-    check_greedy(logits_without_cache(model), prompts, runs[0])
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_an_engine_that_waits_has_a_step_before_it_goes_on(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    def noting(owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def noted(*args: object) -> object:
-            events.append(name)
-            return method(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(Schedule, "advance")
-    noting(Run, "take_down")
-    prompts, outputs = random_requests(6, 30, 8)
-    run = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000).run(prompts, outputs, wait=wait)
-    assert run.finished == 6
-    steps = len(events) // 2
-    if wait:
-        assert events == ["take_down", "advance"] * steps
-    else:
-        assert events == ["advance"] + ["advance", "take_down"] * (steps - 1) + ["take_down"]
 
 
 def tiny_model() -> Model:

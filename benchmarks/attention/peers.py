@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+
+from benchmarks.environment import version_of
 
 from .batches import DTYPE, HEAD_DIM, KV, NUM_HEADS, NUM_KV_HEADS, Batch
 from .timing import Call
@@ -52,13 +53,9 @@ def peers(q_len: int) -> list[Peer]:
 def versions() -> dict[str, str | None]:
     """Versions of the peers; None where one is not installed."""
     cudnn = torch.backends.cudnn.version()
-    found: dict[str, str | None] = {"cudnn": str(cudnn) if cudnn else None}
-    for name in ("fa3-fwd", "flashinfer-python"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"cudnn": str(cudnn) if cudnn else None} | {
+        name: version_of(name) for name in ("fa3-fwd", "flashinfer-python")
+    }
 
 
 def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:

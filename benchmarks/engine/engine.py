@@ -43,7 +43,7 @@ class Engine:
             step.
         suspend: preempted requests where that is cheaper than to compute them anew, on rows.
         late: see `Schedule`.
-        options: of the backend beside these, as `lookahead` and `pool` of "vmm".
+        options: of the backend beside these, as `pool` of "vmm".
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class VmmKV:
     """A `KVBackend` that can reuse prefixes and suspend sequences.
 
     Args:
-        lookahead: tokens that are mapped behind each sequence before it needs them; None: as many as `KVCache` does.
         pool: memory that others use as well, instead of `max_bytes` of its own.
         host_bytes: of host memory, for suspended sequences; 0: none is suspended.
         tokens_per_s: of prompts that are computed.
@@ -63,7 +62,6 @@ class VmmKV:
         max_bytes: int,
         device: torch.device,
         *,
-        lookahead: int | None = None,
         pool: FramePool | None = None,
         host_bytes: int = 0,
         tokens_per_s: float = inf,
@@ -71,7 +69,7 @@ class VmmKV:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
             memory = {"max_bytes": max_bytes, **memory_for(layout, device)}
-        self.cache = KVCache(layout, max_sequences, max_seq_len, lookahead=lookahead, host_bytes=host_bytes, **memory)
+        self.cache = KVCache(layout, max_sequences, max_seq_len, host_bytes=host_bytes, **memory)
         self.suspends = bool(host_bytes and costs(layout.token_bytes, tokens_per_s)["suspends"])
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences

@@ -22,6 +22,7 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks.environment import environment
+from benchmarks.geometry import free_memory
 from benchmarks.output import deliver
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import errors
@@ -29,7 +30,7 @@ from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
 from .caches import BASELINE, renew
-from .cells import CPU, GPU, Cell, Figures, Outset, Plan, failure, free_memory, measure
+from .cells import CPU, GPU, Cell, Figures, Outset, Plan, failure, measure
 from .decode import Run
 from .models import build, token_bytes
 from .tables import shape, tables

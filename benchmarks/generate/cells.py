@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import traceback
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from benchmarks.geometry import free_memory
 from vmmkv.cli.output import format_bytes
 from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
 from vmmkv.integrations.transformers import VmmCache
@@ -246,10 +246,3 @@ def compared(run: Run, reference: Run) -> dict[str, float]:
     difference = (run.logits - reference.logits).norm() / reference.logits.norm()
     same = (run.choices == reference.choices).float().mean()
     return {"same_tokens": same.item(), "logits_error": difference.item()}
-
-
-def free_memory() -> None:
-    """Gives the device back what nobody holds any more."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()

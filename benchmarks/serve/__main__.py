@@ -30,6 +30,7 @@ from benchmarks.attention.peers import versions
 from benchmarks.engine.model import MODELS, random_model
 from benchmarks.engine.rows import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment
+from benchmarks.geometry import free_memory
 from benchmarks.output import Row, to_json
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device
@@ -37,7 +38,7 @@ from vmmkv.cli.output import console, make_table
 from vmmkv.driver.driver import open_driver
 
 from . import options, report, vllm_peer
-from .measure import BACKENDS, SATURATION, WAITING, Settings, free_memory, serve
+from .measure import BACKENDS, SATURATION, SEED, WAITING, Settings, serve
 from .workloads import Limits, Workload, make_workload, system_prompts
 
 CHOICES = [*BACKENDS, *vllm_peer.NAMES]
@@ -74,12 +75,11 @@ def main(
     wait: Annotated[bool, typer.Option("--wait", help="Also wait for each step's tokens.")] = False,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 300,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a trace.")] = 400_000,
-    max_sequences: options.MaxSequences = 256,
-    chunk: options.Chunk = 2048,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
     lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
     device: Device = None,
-    seed: options.Seed = 0,
     budget_seconds: options.BudgetSeconds = 480.0,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
 ) -> None:
@@ -98,12 +98,12 @@ def main(
     max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
     longest = int(LARGEST * max_bytes) // token_bytes
     limits = Limits(requests, tokens, longest, usual.max_seq_len, shorten or usual.shorten, lengthen)
-    workloads = [make_workload(path, limits, seed) for path in trace or ([] if reuse else [None])]
+    workloads = [make_workload(path, limits, SEED) for path in trace or ([] if reuse else [None])]
     if reuse:
-        workloads.append(system_prompts(SYSTEM_PROMPTS, limits._replace(shorten=usual.shorten), seed))
+        workloads.append(system_prompts(SYSTEM_PROMPTS, limits._replace(shorten=usual.shorten), SEED))
     positions = max(workload.max_seq_len for workload in workloads)
     weights = random_model(MODELS[name], positions, driver.device, usual.dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, late=reuse)
+    settings = Settings(weights, max_bytes, deadline, max_sequences, chunk, late=reuse)
     settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S.get(name, inf))
     loads = [SATURATION, WAITING] if wait else [SATURATION]
     peers = [each for each in names if each in vllm_peer.NAMES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack, closing
 from functools import reduce
 from itertools import product
@@ -17,6 +16,7 @@ import torch
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
+from benchmarks.geometry import free_memory
 from benchmarks.output import Row
 from vmmkv import FramePool
 from vmmkv.cli.output import errors
@@ -32,6 +32,8 @@ REUSE, SUSPEND = "reuse", "suspend"
 BACKENDS = "vmm", "paged", f"vmm+{REUSE}", f"paged+{REUSE}", f"vmm+{SUSPEND}"
 P99_VALUES = 368
 """With fewer values all may lie below the percentile, with a chance of more than 2.5 %."""
+SEED = 0
+"""Of prompts and random requests."""
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
 
@@ -41,11 +43,9 @@ class Settings(NamedTuple):
 
     model: Model
     max_bytes: int
-    max_sequences: int
-    chunk: int
     deadline: float
-    seed: int
-    lookahead: int | None = None
+    max_sequences: int = 256
+    chunk: int = 2048
     pool: FramePool | None = None
     late: bool = False
     tokens_per_s: float = inf
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     def options(self, backend: str) -> dict[str, Any]:
         """Options of an engine's backend."""
         name, _, beside = backend.partition("+")
-        options: dict[str, Any] = {"lookahead": self.lookahead, "pool": self.pool} if name == "vmm" else {}
+        options: dict[str, Any] = {"pool": self.pool} if name == "vmm" else {}
         if beside == SUSPEND:
             options |= {"host_bytes": self.max_bytes, "tokens_per_s": self.tokens_per_s}
         return options
@@ -146,7 +146,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 
 def run_load(settings: Settings, workload: Workload, engine: Engine, load: str) -> tuple[Run, Row]:
     """Serve the workload. An engine has no memory that it can give back, neither at the beginning nor at the end."""
-    prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)
+    prompts = workload.prompts(settings.model.config.vocab_size, SEED)
     outputs = [request.output for request in workload.requests]
     before = engine.kv.work()
     run = engine.run(prompts, outputs, wait=load == WAITING, deadline=settings.deadline)
@@ -207,9 +207,3 @@ def same_tokens(run: Run, other: Run) -> float | None:
     """Of the requests that finished in both runs, the share with the same tokens. Another schedule rounds otherwise."""
     both = np.flatnonzero(np.isfinite(run.finish) & np.isfinite(other.finish))
     return float(np.mean([run.output(i) == other.output(i) for i in both])) if len(both) else None
-
-
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

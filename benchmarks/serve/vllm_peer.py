@@ -17,11 +17,12 @@ from time import perf_counter
 from typing import NamedTuple
 
 from benchmarks.engine.model import Config
+from benchmarks.geometry import free_memory
 from benchmarks.output import Row
 from benchmarks.processes import run_command
 from vmmkv.cli.output import errors
 
-from .measure import REUSE, SATURATION, Settings, free_memory, middle
+from .measure import REUSE, SATURATION, SEED, Settings, middle
 from .workloads import Workload
 
 NAMES = ["vllm", f"vllm+{REUSE}"]
@@ -157,7 +158,7 @@ def serve_beside(
     model = settings.model
     works = [
         {
-            "prompts": [ids.tolist() for ids in workload.prompts(model.config.vocab_size, settings.seed)],
+            "prompts": [ids.tolist() for ids in workload.prompts(model.config.vocab_size, SEED)],
             "outputs": [request.output for request in workload.requests],
             "rounds": rounds,
         }
