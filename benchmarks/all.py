@@ -196,22 +196,19 @@ def run(name: str, benchmark: Benchmark, seconds: float, traces: Path, vllm: Pat
             status = run_command(command, seconds, stdout=output.fileno(), folder=ROOT, grace=min(GRACE, seconds / 2))
         if status:
             return f"it ended with {status}"
-        problem = unreadable(partial)
-        if not problem:
-            partial.replace(path)
+        problem = ""
+        try:
+            if "environment" in json.loads(partial.read_text()):
+                partial.replace(path)
+            else:
+                problem = "its result does not say how it was made"
+        except (OSError, ValueError) as error:
+            problem = f"it wrote no result: {error}"
         if status is None:
             return f"stopped after {seconds / 60:.2g} minutes{'' if problem else ', and written'}"
         return problem
     finally:
         partial.unlink(missing_ok=True)
-
-
-def unreadable(path: Path) -> str:
-    """Why a file is no result, if so."""
-    try:
-        return "" if "environment" in json.loads(path.read_text()) else "its result does not say how it was made"
-    except (OSError, ValueError) as error:
-        return f"it wrote no result: {error}"
 
 
 def result_of(name: str, benchmark: Benchmark) -> Path:

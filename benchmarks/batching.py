@@ -35,7 +35,7 @@ from .environment import environment
 from .generate.models import CONFIGS, build, token_bytes
 from .geometry import free_memory
 from .output import Lines, Row, deliver
-from .serve import options, vllm_peer
+from .serve import vllm_peer
 from .serve.workloads import Limits, Workload, make_workload
 
 BLOCKS = "blocks, "
@@ -69,8 +69,8 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
     attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; sdpa.")] = None,
-    vllm: options.VllmFolder = None,
-    budget_seconds: options.BudgetSeconds = 480.0,
+    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked.")] = None,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""

@@ -50,54 +50,37 @@ SAMPLE_STEPS = 20
 
 @dataclass(slots=True, eq=False)
 class BlockSequence:
-    """A sequence in blocks: its length, and its row of the block table."""
+    """A sequence: its tokens and its blocks."""
 
-    length: int
-    blocks: list[int]
+    length: int = 0
+    blocks: int = 0
 
 
 class BlockPool:
-    """Blocks of one size from a free list; with blocks of `max_seq_len` tokens it is static reservation.
-
-    Args:
-        num_blocks: blocks of the pool.
-        block_tokens: tokens of a block.
-    """
+    """Counts the blocks of sequences; with blocks of `max_seq_len` tokens it is static reservation."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_tokens = block_tokens
-        self.free_blocks = list(range(num_blocks))
-
-    @property
-    def used_blocks(self) -> int:
-        return self.num_blocks - len(self.free_blocks)
+        self.num_blocks, self.block_tokens, self.used_blocks = num_blocks, block_tokens, 0
 
     def sequence(self, tokens: int) -> BlockSequence:
-        sequence = BlockSequence(0, [])
+        sequence = BlockSequence()
         self.extend([sequence], tokens)
         return sequence
 
     def extend(self, sequences: Sequence[BlockSequence], tokens: int) -> None:
-        """All of them or none, as `KVCache.extend`."""
-        size = self.block_tokens
-        missing = [-(-(sequence.length + tokens) // size) - len(sequence.blocks) for sequence in sequences]
-        if sum(missing) > len(self.free_blocks):
-            requested, available = sum(missing), len(self.free_blocks)
-            raise OutOfPagesError(
-                f"asked for {requested} more blocks of {size} tokens; {available} of {self.num_blocks} are free",
-                requested=requested,
-                available=available,
-            )
+        """Extend all of the sequences or none, as `KVCache.extend`."""
+        size, available = self.block_tokens, self.num_blocks - self.used_blocks
+        missing = [-(-(sequence.length + tokens) // size) - sequence.blocks for sequence in sequences]
+        requested = sum(missing)
+        if requested > available:
+            what = f"asked for {requested} more blocks of {size} tokens; {available} of {self.num_blocks} are free"
+            raise OutOfPagesError(what, requested=requested, available=available)
         for sequence, count in zip(sequences, missing):
-            sequence.length += tokens
-            for _ in range(count):
-                sequence.blocks.append(self.free_blocks.pop())
+            sequence.length, sequence.blocks = sequence.length + tokens, sequence.blocks + count
+        self.used_blocks += requested
 
     def free(self, sequences: Sequence[BlockSequence]) -> None:
-        for sequence in sequences:
-            self.free_blocks += sequence.blocks
-            sequence.blocks.clear()
+        self.used_blocks -= sum(sequence.blocks for sequence in sequences)
 
 
 def make_allocator(

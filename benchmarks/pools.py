@@ -33,7 +33,6 @@ from .engine.rows import memory_for
 from .environment import environment
 from .geometry import calls_of, free_memory, synchronize
 from .output import Lines, Row, deliver
-from .serve import options
 from .serve.measure import SEED, Settings, figures, make_engine
 from .serve.workloads import Limits, Workload, make_workload
 
@@ -142,7 +141,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
     move_memory: Annotated[str | None, typer.Option(help="That moves; as much as --memory by default.")] = None,
     device: Device = None,
-    budget_seconds: options.BudgetSeconds = 480.0,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure two models on one pool."""

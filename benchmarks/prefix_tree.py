@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from hashlib import sha256
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes, ids_of
 
 from .environment import environment
 from .geometry import LAYOUT
+from .host_time import microseconds
 from .output import Lines, Row, deliver
 
 Ids = npt.NDArray[np.int64]
@@ -134,12 +134,12 @@ def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: in
     blocks = [min(PAGE_TOKENS * len(hashes.match(ids)), len(ids) - 1) // PAGE_TOKENS for ids in prompts]
     if [tokens // PAGE_TOKENS for tokens in found] != blocks:
         raise AssertionError("the tree and the dictionary do not find the same")
-    us = spread(clock(lambda ids: look_up(prefixes, ids), prompts, repeats))
+    us = clock(lambda ids: look_up(prefixes, ids), prompts, repeats)
     return {
         "found_tokens": found[0],
         "us": us,
         "mb_per_s": found[0] * prompts[0].itemsize / us["median"],
-        "hashes_us": spread(clock(hashes.match, prompts, max(repeats // 10, 1))),
+        "hashes_us": clock(hashes.match, prompts, max(repeats // 10, 1)),
     }
 
 
@@ -150,17 +150,9 @@ def look_up(prefixes: Prefixes, ids: Ids) -> int:
     return found[TOKENS]
 
 
-def clock(function: Callable[[Ids], object], prompts: list[Ids], repeats: int) -> list[float]:
-    times = []
-    for number in range(repeats):
-        ids = prompts[number % len(prompts)]
-        start = perf_counter()
-        function(ids)
-        times.append((perf_counter() - start) * 1e6)
-    return times
-
-
-def spread(times: list[float]) -> dict[str, float]:
+def clock(function: Callable[[Ids], object], prompts: list[Ids], repeats: int) -> dict[str, float]:
+    """Microseconds of calls, prompts taking turns."""
+    times = [microseconds(function, prompts[number % len(prompts)]) for number in range(repeats)]
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
@@ -170,16 +162,12 @@ def table(result: Row) -> Lines:
         (
             row["prompt"],
             f"{row['found_tokens']:,}",
-            ranged(row["us"]),
+            "{median:.1f} ({p10:.1f} to {p90:.1f})".format(**row["us"]),
             f"{row['mb_per_s']:,.0f}",
             f"{row['hashes_us']['median']:,.1f}",
         )
         for row in result["matches"]
     ]
-
-
-def ranged(took: dict[str, float]) -> str:
-    return f"{took['median']:.1f} ({took['p10']:.1f} to {took['p90']:.1f})"
 
 
 if __name__ == "__main__":

@@ -229,24 +229,19 @@ def main(
     if on_gpus and torch.cuda.device_count() < 2:
         raise typer.BadParameter("two GPUs are needed, or --device cpu")
     tokens = (tokens or (32_768 if on_gpus else 512)) // 16 * 16  # which fill pieces
-    token_bytes = layout_on(on_gpus).token_bytes
+    token_bytes, facts = layout_on(on_gpus).token_bytes, environment(place)
+    with TemporaryDirectory() as folder:
+        spawn(work, (folder, on_gpus, tokens, rounds), nprocs=2)
+        seconds = json.loads((Path(folder) / "result.json").read_text())
     result: Row = {
-        "environment": environment(place),
+        "environment": facts,
         "backend": f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpus else "gloo",
         "tokens": tokens,
         "token_bytes": token_bytes,
         "rounds": rounds,
-        "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
+        "ways": figures(seconds, tokens * token_bytes),
     }
     deliver(result, json_output, {f"{format_bytes(tokens * token_bytes)} to another process, {place}": table})
-
-
-def measure(on_gpus: bool, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """By way, the seconds of each round, of two processes that are made for it."""
-    with TemporaryDirectory() as folder:
-        spawn(work, (folder, on_gpus, tokens, rounds), nprocs=2)
-        found: dict[str, list[float]] = json.loads((Path(folder) / "result.json").read_text())
-        return found
 
 
 def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:

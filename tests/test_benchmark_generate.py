@@ -14,8 +14,7 @@ from transformers import StaticCache
 
 from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
-from benchmarks.generate.caches import BASELINE, CONTENDERS
-from benchmarks.generate.cells import CPU, LLAMA, QWEN
+from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, LLAMA, QWEN
 from benchmarks.generate.decode import Watched
 from benchmarks.generate.models import CONFIGS, build, token_bytes, weight_bytes
 from benchmarks.generate.tables import tables

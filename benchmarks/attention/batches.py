@@ -106,7 +106,10 @@ class Reference:
         for place in spread(len(by_length), CHECKED_SEQUENCES):
             sequence = by_length[place]
             places += [sequence * case.q_len + query for query in queries]
-            answers.append(attend_exactly(batch, sequence, queries))
+            seq_len = case.seq_lens[sequence]
+            q, k, v = batch.q[sequence, queries], batch.k[sequence, :seq_len], batch.v[sequence, :seq_len]
+            positions = torch.tensor(queries, device=q.device) + seq_len - case.q_len if case.causal else None
+            answers.append(attend_exactly(*(each.double()[None] for each in (q, k, v)), positions)[0])
         self.places = torch.tensor(places, device=batch.q.device)
         self.answers = torch.cat(answers)
 
@@ -117,16 +120,13 @@ class Reference:
         return float((difference / self.answers.abs().amax(-1)).max())
 
 
-def attend_exactly(batch: Batch, sequence: int, queries: list[int]) -> torch.Tensor:
-    """`[queries, num_heads, head_dim]` in float64."""
-    case, seq_len = batch.case, batch.case.seq_lens[sequence]
-    k, v = (tensor[sequence, :seq_len].double() for tensor in (batch.k, batch.v))
-    q = batch.q[sequence, queries].double().unflatten(1, (NUM_KV_HEADS, -1))
-    scores = torch.einsum("nhgd,thd->hgnt", q, k) * HEAD_DIM**-0.5
-    if case.causal:
-        positions = torch.tensor(queries, device=q.device) + seq_len - case.q_len
-        scores.masked_fill_(torch.arange(seq_len, device=q.device) > positions[:, None], -torch.inf)
-    return torch.einsum("hgnt,thd->nhgd", scores.softmax(-1), v).flatten(1, 2)
+def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Attention, `[batch, queries, num_heads, head_dim]`. A query sees the keys up to its position; None: all keys."""
+    scores = torch.einsum("bqhgd,bthd->bqhgt", q.unflatten(2, (k.shape[2], -1)), k) * q.shape[-1] ** -0.5
+    if positions is not None:
+        hidden = torch.arange(k.shape[1], device=q.device) > positions[:, None]
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    return torch.einsum("bqhgt,bthd->bqhgd", scores.softmax(-1), v).flatten(2, 3)
 
 
 def spread(count: int, at_most: int) -> list[int]:

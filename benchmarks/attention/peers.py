@@ -52,10 +52,8 @@ def peers(q_len: int) -> list[Peer]:
 
 def versions() -> dict[str, str | None]:
     """Versions of the peers; None where one is not installed."""
-    cudnn = torch.backends.cudnn.version()
-    return {"cudnn": str(cudnn) if cudnn else None} | {
-        name: version_of(name) for name in ("fa3-fwd", "flashinfer-python")
-    }
+    cudnn, names = torch.backends.cudnn.version(), ("fa3-fwd", "flashinfer-python")
+    return {"cudnn": str(cudnn) if cudnn else None} | {name: version_of(name) for name in names}
 
 
 def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:

@@ -14,7 +14,7 @@ import torch
 
 from vmmkv.kernels import decode, dequantize, prefill, quantize
 
-from .batches import DTYPE, NUM_HEADS, NUM_KV_HEADS
+from .batches import DTYPE, NUM_HEADS, NUM_KV_HEADS, attend_exactly
 from .timing import Call, measure
 
 CHECKED = 2
@@ -162,7 +162,8 @@ def make_call(shape: Geometry, batch: int, tokens: int, device: torch.device) ->
     V as they are held."""
     states = make_states(shape, batch, tokens, device)
     seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    exact = attend_exactly(states.q[:CHECKED].double(), *states.exact)
+    positions = torch.arange(tokens - shape.queries, tokens, device=device)
+    exact = attend_exactly(states.q[:CHECKED].double(), *states.exact, positions)
     return partial(decode, states.q, *states.kv, seq_lens, **states.options), states.nbytes, exact
 
 
@@ -170,18 +171,9 @@ def make_prompt(shape: Geometry, tokens: int, device: torch.device) -> tuple[Cal
     """Prefill of a prompt of random data, and what its last queries' outputs are in float64."""
     states = make_states(replace(shape, queries=tokens), 1, tokens, device)
     ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    exact = attend_exactly(states.q[:, -CHECKED_QUERIES:].double(), *states.exact)
+    positions = torch.arange(tokens, device=device)[-CHECKED_QUERIES:]
+    exact = attend_exactly(states.q[:, -CHECKED_QUERIES:].double(), *states.exact, positions)
     return partial(prefill, states.q.flatten(0, 1), *states.kv, ends, ends[1:], **states.options), exact[0]
-
-
-def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens."""
-    positions = torch.arange(k.shape[1], device=q.device)
-    hidden = positions > positions[-q.shape[1] :, None]
-    grouped = q.unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("bqhgd,bthd->bqhgt", grouped, k) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
-    return torch.einsum("bqhgt,bthd->bqhgd", weights, v).flatten(2, 3)
 
 
 def error_of(output: torch.Tensor, exact: torch.Tensor) -> float:

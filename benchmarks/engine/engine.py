@@ -99,8 +99,7 @@ class Engine:
         Args:
             prompts: int64 `[tokens]` each.
             outputs: tokens to generate for each.
-            wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
-                the host is a step ahead of the device.
+            wait: for the tokens of each step before anything else is done; else the host is a step ahead.
             deadline: `perf_counter()` when to stop, finished or not.
 
         Raises:
@@ -213,12 +212,8 @@ class Engine:
     def _launch_prompts(
         self, offsets: Numbers, host: Numbers, prompts: int, last: Numbers, ends: Numbers
     ) -> torch.Tensor:
-        """New tokens of each sequence, from a graph where there is one, and samples of some; returns where these go.
-
-        Args:
-            host, prompts: as of a `Batch`.
-            last: which of the new tokens are sampled behind, and `ends`, where each sample goes.
-        """
+        """Compute new tokens of each sequence, from a graph where there is one, and sample behind those at `last`;
+        return where samples go, the `ends` of their requests."""
         tokens = padded(int(host[2].sum()), self.prompt_graphs)
         graph = self.prompt_graphs.get(tokens)
         arrays = self._prefill_inputs(offsets, host, self.max_sequences if graph else len(offsets), tokens)

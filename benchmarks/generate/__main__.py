@@ -29,8 +29,7 @@ from vmmkv.cli.output import errors
 from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
-from .caches import BASELINE, renew
-from .cells import CPU, GPU, Cell, Figures, Outset, Plan, failure, measure
+from .cells import BASELINE, CPU, GPU, Cell, Figures, Outset, Plan, failure, measure, renew
 from .decode import Run
 from .models import build, token_bytes
 from .tables import shape, tables

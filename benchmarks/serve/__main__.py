@@ -37,9 +37,9 @@ from vmmkv.cli.options import Device
 from vmmkv.cli.output import console, make_table
 from vmmkv.driver.driver import open_driver
 
-from . import options, report, vllm_peer
+from . import report, vllm_peer
 from .measure import BACKENDS, SATURATION, SEED, WAITING, Settings, serve
-from .workloads import Limits, Workload, make_workload, system_prompts
+from .workloads import Limits, make_workload, system_prompts
 
 CHOICES = [*BACKENDS, *vllm_peer.NAMES]
 SYSTEM_PROMPTS = 8
@@ -70,7 +70,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
     reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without.")] = False,
     backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
-    vllm: options.VllmFolder = None,
+    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="The median is reported.")] = 3,
     wait: Annotated[bool, typer.Option("--wait", help="Also wait for each step's tokens.")] = False,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 300,
@@ -80,7 +80,7 @@ def main(
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
     lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
     device: Device = None,
-    budget_seconds: options.BudgetSeconds = 480.0,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
 ) -> None:
     """Measure serving with each KV backend."""
@@ -88,7 +88,11 @@ def main(
     names = backends or (["vmm", "paged", "vmm+reuse", "paged+reuse"] if reuse else ["vmm", "paged"])
     if vllm and not backends:
         names += vllm_peer.NAMES[: 1 + reuse]
-    check(names, json_output)
+    for each in names:
+        if each not in CHOICES:
+            raise typer.BadParameter(f"{each}: backends are {', '.join(CHOICES)}")
+    if json_output and not json_output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
     driver = open_driver(device)
     usual = GPU if driver.device.type == "cuda" else HOST
     name = model or usual.model
@@ -108,7 +112,19 @@ def main(
     loads = [SATURATION, WAITING] if wait else [SATURATION]
     peers = [each for each in names if each in vllm_peer.NAMES]
     share = vllm_peer.SHARE * budget_seconds if peers and vllm_peer.can_be_had(vllm) else 0
-    result = begin_result(name, settings, workloads, token_bytes)
+    result: Row = {
+        "environment": environment(driver.device),
+        "peers": versions(),
+        "model": name,
+        "dtype": str(usual.dtype).removeprefix("torch."),
+        "budget_bytes": max_bytes,
+        "token_bytes": token_bytes,
+        "preempting": costs(token_bytes, settings.tokens_per_s),
+        "workloads": [workload.describe() for workload in workloads],
+        "serving": [],
+        "skipped": [],
+        "missed": [],
+    }
     with written(result, json_output):
         ours = [each for each in names if each in BACKENDS]
         for number, workload in enumerate(workloads):  # each has the same share of the time
@@ -118,34 +134,6 @@ def main(
             free_memory()
         for each in peers:
             vllm_peer.serve_beside(result, settings, workloads, rounds, vllm, each)
-
-
-def check(names: list[str], json_output: Path | None) -> None:
-    """Refuse what could not be measured or written, before anything is measured."""
-    for name in names:
-        if name not in CHOICES:
-            raise typer.BadParameter(f"{name}: backends are {', '.join(CHOICES)}")
-    if json_output and not json_output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
-
-
-def begin_result(model: str, settings: Settings, workloads: list[Workload], token_bytes: int) -> Row:
-    """What was asked for; figures are added."""
-    return {
-        "environment": environment(settings.model.device),
-        "peers": versions(),
-        "model": model,
-        "dtype": str(settings.model.dtype).removeprefix("torch."),
-        "budget_bytes": settings.max_bytes,
-        "token_bytes": token_bytes,
-        "preempting": costs(token_bytes, settings.tokens_per_s),
-        "max_sequences": settings.max_sequences,
-        "chunk": settings.chunk,
-        "workloads": [workload.describe() for workload in workloads],
-        "serving": [],
-        "skipped": [],
-        "missed": [],
-    }
 
 
 @contextmanager

@@ -98,8 +98,6 @@ EACH_ROUND = {
     "crowded_concurrency": ("crowded_concurrency",),
     "manager_us": ("manager_us",),
     "manager_p99_us": ("manager_step_us", "p99"),
-    "hit_rate": ("hit_rate",),
-    "recomputed_tokens": ("recomputed_tokens",),
 }
 """Figures that are reported of all rounds, as far as a row has them, and where they stand in it."""
 
@@ -175,7 +173,6 @@ def figures(run: Run) -> Row:
         "finished": run.finished,
         "seconds": run.seconds,
         "output_tokens_per_s": run.generated / run.seconds,
-        "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
         "ttft_s": quantiles(run.first[done]),
         "tpot_s": quantiles(each),
         "steps": steps,
