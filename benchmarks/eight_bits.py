@@ -69,9 +69,6 @@ def make_model(outliers: float, layers: int = 4) -> Qwen2ForCausalLM:
     return model
 
 
-# ---------------------------------------------------------------------- caches
-
-
 class HalfCache(DynamicCache):
     """K and V in bf16, for a model that computes in fp32."""
 
@@ -98,9 +95,6 @@ def makers(config: Any, max_seq_len: int) -> dict[str, Callable[[], Cache]]:
                 backend, config, nbits=nbits, axis_key=axis, axis_value=axis
             )
     return caches
-
-
-# ---------------------------------------------------------------------- what is measured
 
 
 def logits(model: Qwen2ForCausalLM, tokens: torch.Tensor, length: int, cache: Cache) -> torch.Tensor:

@@ -96,9 +96,6 @@ def main(
     deliver(result, json_output, {f"{sequences} sequences, steps of {step_ms:g} ms": decode_table, **tables})
 
 
-# ------------------------------------------------------------------ decoding
-
-
 def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
     """Launches a piece of work that takes the device so long; without one it takes no time."""
     if not bench.on_gpu:
@@ -180,9 +177,6 @@ def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[]
     }
 
 
-# ------------------------------------------------------------------ a mapper that never rests
-
-
 def restless(bench: Bench, rounds: int) -> Row:
     """Launches a second, alone and beside a mapper that has more to map than it can, page by page."""
     layout, driver = bench.layout, bench.driver
@@ -231,9 +225,6 @@ def launches_a_second(bench: Bench, over: Callable[[], bool]) -> float:
     return count / seconds
 
 
-# ------------------------------------------------------------------ prompts
-
-
 def prompts(bench: Bench) -> list[Row]:
     """Milliseconds that a thread waits for a prompt on an empty pool, and for 60 sequences after a trim."""
     tokens = 8192 if bench.on_gpu else 512
@@ -271,9 +262,6 @@ def start_after_trim(bench: Bench, cache: KVCache, lengths: list[int]) -> float:
     cache.free(batch)
     bench.wait()
     return milliseconds
-
-
-# ------------------------------------------------------------------ tables
 
 
 def spread(values: list[float]) -> dict[str, float]:

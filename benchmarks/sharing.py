@@ -42,9 +42,6 @@ def make_cache(driver: Driver, layout: KVLayout, tokens: int, sequences: int, ow
     return KVCache(layout, sequences, tokens, max_bytes=budget, **options)
 
 
-# ------------------------------------------------------------------ forking
-
-
 def forking(driver: Driver, layout: KVLayout, tokens: int, count: int, large: bool, rounds: int) -> Row:
     """Microseconds to fork a prompt so many times at once, and of the same driver calls by hand; all memory is made
     anew in each round."""
@@ -152,9 +149,6 @@ def by_hand(
     driver.free(base, stride * (count + 1))
 
 
-# ------------------------------------------------------------------ samples of one prompt
-
-
 def sampling(driver: Driver, layout: KVLayout, tokens: int, samples: int, new_tokens: int, large: bool) -> Row:
     """Pages of so many continuations of a prompt, one of which is the prompt's own sequence."""
     size, most = driver.page_size, tokens + new_tokens
@@ -188,9 +182,6 @@ def sampling(driver: Driver, layout: KVLayout, tokens: int, samples: int, new_to
         "pages_separate": samples * separate,
         "extend_ms_a_step": seconds / new_tokens * 1e3,
     }
-
-
-# ------------------------------------------------------------------ the whole
 
 
 def main(

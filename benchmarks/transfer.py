@@ -43,9 +43,6 @@ WARM_UP = 3
 PLAIN, SENT, SENT_NEW = "plain tensors", "send() and receive()", "send() and receive(), onto new pages"
 
 
-# ------------------------------------------------------------------ ways
-
-
 def move(rank: int, message: torch.Tensor) -> None:
     """One message from the sender to the receiver."""
     if rank == SENDER:
@@ -144,9 +141,6 @@ class Pieces:
 Way = Plain | Rows | Pieces
 
 
-# ------------------------------------------------------------------ two processes
-
-
 def work(rank: int, folder: str, on_gpus: bool, tokens: int, rounds: int) -> None:
     """What each process does; the sender writes what was found."""
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
@@ -212,9 +206,6 @@ def meet(device: torch.device) -> None:
     synchronize(device)
     dist.barrier()
     synchronize(device)
-
-
-# ------------------------------------------------------------------ the whole
 
 
 def main(

@@ -83,8 +83,6 @@ class Engine:
         self.hidden = torch.empty(0)
         """Where graphs of prompts, if there are any, leave hidden states, of which some are sampled from."""
 
-    # ------------------------------------------------------------------ requests
-
     @torch.inference_mode()
     def run(
         self,
@@ -182,8 +180,6 @@ class Engine:
         for offset, prompt in zip(self.offsets.tolist(), prompts):
             tokens[offset : offset + len(prompt)] = prompt
         self.tokens[: len(tokens)] = tokens.to(self.device)
-
-    # ------------------------------------------------------------------ steps
 
     def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
         """Launches decode, or prompts and decode in one forward pass. With reuse it returns what is sampled, which is
@@ -283,8 +279,6 @@ class Engine:
     def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
         """A token behind each of some hidden states, written where it belongs."""
         self.tokens[targets] = self.model.logits(hidden).argmax(-1)
-
-    # ------------------------------------------------------------------ CUDA graphs
 
     def _capture(self) -> None:
         """A graph for each of some numbers of tokens, and for each of some batch sizes of decode, made with padding

@@ -144,9 +144,6 @@ def model_config(config: Config, max_seq_len: int) -> Row:
     }
 
 
-# ------------------------------------------------------------------ beside our engine
-
-
 def serve_beside(
     result: Row, settings: Settings, workloads: list[Workload], rounds: int, folder: Path | None, name: str
 ) -> None:
