@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from conftest import ROOT
 from typer.main import get_command
@@ -107,14 +106,3 @@ def test_what_runs_can_be_chosen(results: Path) -> None:
     assert "prints" not in listed
     assert "peer" in invoke("--list", "--vllm", str(results)).stdout
     assert invoke("--only", "nothing").exit_code == invoke("--only", "peer").exit_code == 2
-
-
-def test_results_are_named_after_the_gpu(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, host = (Benchmark(kind, 1, "some") for kind in (Kind.GPU, Kind.HOST))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="torch sees none"):
-        every.result_of("some", gpu)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert every.result_of("some", gpu) == results / "some_h100.json"
-    assert every.result_of("some", host) == results / "some.json"

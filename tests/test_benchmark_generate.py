@@ -19,7 +19,6 @@ from benchmarks.generate.decode import Watched
 from benchmarks.generate.models import CONFIGS, build, token_bytes, weight_bytes
 from benchmarks.generate.tables import tables
 from vmmkv import KVLayout
-from vmmkv.errors import OutOfPagesError
 from vmmkv.integrations.transformers import VmmCache
 
 STATIC_COMPILED = next(entry for entry in CONTENDERS if entry.cache is StaticCache and entry.compiled)
@@ -81,25 +80,6 @@ def test_cells_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch) -
     cells = run(CPU, HOST, layers=None, budget_seconds=600)["cells"]
     assert [cell["status"] for cell in cells] == ["measured", *left]
     assert {cell.get("reason") for cell in cells} == {None, "stopped"}
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [(OutOfPagesError("no pages", requested=3, available=0), "out of memory"), (ValueError(), "failed")],
-)
-def test_a_contender_that_fails_costs_its_own_cells_only(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, status: str
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(VmmCache, "update", fail)
-    plan = replace(CPU, batches=(("tiny", 1),), prompts=(16,))
-    result = run(plan, HOST, layers=1, budget_seconds=600)
-    for cell in result["cells"]:
-        if not cell["compiled"]:
-            assert cell["status"] == (status if cell["cache"] == "VmmCache" else "measured")
-    assert len(wrong_cells(result)) == (3 if status == "failed" else 0)
 
 
 def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

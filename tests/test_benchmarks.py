@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from faulty import recorded_calls
-from transformers import DynamicCache
 from typer import Typer
 from typer.testing import CliRunner, Result
 
@@ -70,9 +69,6 @@ def test_core() -> None:
     assert sum("by hand" in case["sides"] for case in result["cases"]) == 8
 
 
-# ------------------------------------------------------------------ mapper
-
-
 def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapper, "PROMPT_ROUNDS", 1)
     monkeypatch.setattr(mapper, "RESTLESS_SECONDS", 0.05)
@@ -88,9 +84,6 @@ def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["missed"] == []
     missed = measured(mapper, f"{sizes} --budget-seconds 0")["missed"]
     assert {name.split(",")[0] for name in missed} >= {"prompts", "decoding", "decoding without a mapper"}
-
-
-# ------------------------------------------------------------------ forks and prefixes
 
 
 @pytest.mark.parametrize("large", sharing.FRAMES)
@@ -210,9 +203,6 @@ def test_prefix_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "K of other tokens" in str(invoke(prefix_trace, *wrong.split(), "--pages", "2").exception)
 
 
-# ------------------------------------------------------------------ to the host, and to another process
-
-
 def test_swap() -> None:
     result = measured(swap, "--device cpu --tokens 70 --rounds 1", "swapping")
     assert result["tokens"] == 64
@@ -238,9 +228,6 @@ def test_transfer() -> None:
     assert other["gb_per_s_p10"] < 2 < other["gb_per_s_p90"]
 
 
-# ------------------------------------------------------------------ two models on one pool
-
-
 def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
     result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
@@ -264,9 +251,6 @@ def test_all_memory_moves_from_one_cache_to_the_other(large: bool) -> None:
     for row in rows:
         assert row["bytes"] == row["prompts"] * layout.pages(prompt, page) * page <= memory
         assert row["ms_per_10_gib"] == pytest.approx(row["ms"] * 10 * 2**30 / row["bytes"])
-
-
-# ------------------------------------------------------------------ waste
 
 
 @pytest.mark.parametrize("scheme", fragmentation.SCHEMES)
@@ -310,9 +294,6 @@ def test_fragmentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["sequences"], "4096 tokens" in row["error"]) == (0, True)
 
 
-# ------------------------------------------------------------------ 8 bits
-
-
 def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bits, "OUTLIERS", (1, 10))
     monkeypatch.setattr(eight_bits, "version_of", lambda package: None)  # they take seconds to import
@@ -321,15 +302,3 @@ def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for outliers in (1, 10):
         assert 0 < distances["bf16", outliers] < distances["vmmkv int8", outliers] < 1
         assert distances["vmmkv int8", outliers] < distances["vmmkv fp8", outliers] < 1
-
-
-def test_a_few_channels_of_k_are_many_times_the_rest() -> None:
-    """Behind the rotary embedding, of each head, for all tokens."""
-    model = eight_bits.make_model(20, layers=1)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.randint(eight_bits.VOCABULARY, (2, 50)), past_key_values=cache)
-    sizes = cache.layers[0].keys.square().mean((0, 2)).sqrt()  # [heads, head_dim]
-    rest, largest = sizes.median(1).values, sizes.topk(eight_bits.CHANNELS).values
-    assert (largest.mean(1) > 8 * rest).all()
-    assert (sizes.sort().values[:, : -eight_bits.CHANNELS] < 3 * rest[:, None]).all()

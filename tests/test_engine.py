@@ -242,23 +242,6 @@ def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
         assert (found == torch.from_numpy(values).float()[:, None, None]).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: bool) -> None:
-    model = tiny_model()
-    engine = Engine(model, backend, 1 << 20, 4, 160, 2000, reuse=True)
-    prompts = [torch.from_numpy(RNG.integers(0, VOCABULARY, size)) for size in RNG.integers(20, 60, 4)]
-    outputs = RNG.integers(1, 30, 4).tolist()
-    run = engine.run(prompts, outputs, wait=wait)
-    more = [torch.tensor([*prompt, *run.output(n), 1, 2, 3]) for n, prompt in enumerate(prompts)]
-    after = engine.run(more, [4] * 4)
-    check_greedy(logits_without_cache(model), more, after)
-    # Of the last token nobody has computed K and V; a host that is a step ahead has not seen the one before it.
-    answers = np.maximum(np.array(outputs) - (1 if wait else 2), 0)
-    seen = np.array([len(prompt) for prompt in prompts]) + answers
-    assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
-
-
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have less than the budget; the last request has nobody to take memory from."""
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
