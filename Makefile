@@ -8,8 +8,8 @@ BIN := .venv/bin
 
 # Two GPUs are needed to send between them, and a trace to replay it: `make benchmarks TRACE=FILE`.
 TRANSFER = "transfer$(shell nvidia-smi -L 2>/dev/null | grep -q 'GPU 1' || echo ' --device cpu')"
-BENCHMARKS = fragmentation reuse idle pools allocator mapper sharing swap $(TRANSFER) prefixes prefix_tree \
-	$(if $(TRACE),"prefix_trace $(TRACE)") eight_bits scale generate serve
+BENCHMARKS = fragmentation pools "core --device null" mapper sharing swap $(TRANSFER) prefixes prefix_tree \
+	$(if $(TRACE),"prefix_trace --trace $(TRACE)") eight_bits generate serve
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"

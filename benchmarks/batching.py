@@ -1,16 +1,13 @@
-"""transformers' continuous batching on rows, beside its own on blocks: the same requests, all waiting.
+"""transformers' continuous batching on rows, beside its own on blocks and beside vLLM: the same requests, all waiting.
 
     python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--vllm DIR]
                                   [--json]
 
-Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
-stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
-tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
-forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with nothing kept for
-who begins alike, as other engines are measured; on blocks with `sdpa`, and with each FlashAttention that transformers
-finds (or `--attention NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a
-folder in which it is unpacked, as often as there is time for (`--budget-seconds`). Without a GPU a tiny model runs, as
-it is, with lengths divided by 16, and speeds say nothing.
+Requests have the lengths of a trace; tokens and weights are random. A run that is not done after some seconds is
+stopped, and measured by the tokens until then. Rows run uncompiled, compiled, and compiled without reuse; blocks with
+`sdpa` (or `--attention NAME`). Then first tokens of prompts of which nine tenths are known, and of others. vLLM serves
+the same requests at the end, where it is installed, or `--vllm` names a folder in which it is unpacked, as often as
+there is time for. Without a GPU a tiny model runs, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -18,34 +15,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from benchmarks import comparisons
-from benchmarks.batching_logits import logit_distances
-from benchmarks.batching_tables import BLOCKS, batching_table, compare, first_tokens_table
-from benchmarks.batching_vllm import serve_beside
-from benchmarks.environment import environment, print_result
-from benchmarks.generate.models import CONFIGS, build, token_bytes
-from benchmarks.serve import options
-from benchmarks.serve.workloads import Limits, Workload, make_workload
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table
+from vmmkv.cli.output import format_bytes
 from vmmkv.integrations import continuous_batching as rows
 
-Row = dict[str, Any]
-Answers = dict[str, list[int]]
-"""By the names of requests, the tokens that they got."""
+from .engine.model import Config
+from .environment import environment
+from .generate.models import CONFIGS, build, token_bytes
+from .geometry import free_memory
+from .output import Lines, Row, deliver
+from .serve import vllm_peer
+from .serve.workloads import Limits, Workload, make_workload
+
+BLOCKS = "blocks, "
+"""The beginning of the names of runs on transformers' own cache; the attention follows."""
 ROWS, COMPILED, NO_REUSE = "rows", "rows, compiled", "rows, compiled, without reuse"
 SYSTEMS: dict[str, Row] = {
     ROWS: {},
@@ -55,8 +49,8 @@ SYSTEMS: dict[str, Row] = {
 """On rows, and what their `ContinuousBatchingConfig` has beside what all have."""
 BATCH_TOKENS = 2048
 """Of a forward pass."""
-VLLM_ROUNDS = 3
-"""Beside one that is not measured; it starts for more than a minute, and serves these in seconds."""
+VLLM_ROUNDS, VLLM_SEQUENCES = 3, 256
+"""Rounds that are measured, and the most requests at a time."""
 KNOWN = 0.9
 """Of a prompt: what another request has had."""
 WARM = 20, 40
@@ -67,21 +61,6 @@ EVERY = 0.05
 """Seconds between two looks at the memory."""
 
 
-@dataclass
-class Watched:
-    """What was seen of a run.
-
-    Attributes:
-        waste: of the pages in use, the part that holds no token, at each look. What is mapped ahead is not in use.
-        surplus_bytes: what was mapped beside them and others can have, at each look: ahead, known, or parked.
-        physical_bytes: the most that was taken.
-    """
-
-    waste: list[float] = field(default_factory=list)
-    surplus_bytes: list[int] = field(default_factory=list)
-    physical_bytes: int = 0
-
-
 def main(
     trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV; None: random.")] = None,
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = None,
@@ -89,9 +68,9 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
-    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; what it finds.")] = None,
-    vllm: options.VllmFolder = None,
-    budget_seconds: options.BudgetSeconds = 480.0,
+    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; sdpa.")] = None,
+    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked.")] = None,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""
@@ -104,8 +83,7 @@ def main(
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
     prompt = min(16_384, longest * 3 // 4)
-    attentions = attention or found_attentions()
-    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attentions, prompt)
+    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attention or ["sdpa"], prompt)
     result = {
         "environment": facts,
         "model": name,
@@ -116,28 +94,17 @@ def main(
         "output_tokens": sum(request.output for request in workload.requests),
         "served": runs,
         "first_tokens": first,
-        "logits": logit_distances(name, device, min(1024, longest // 2)),
-        "vllm": serve_beside(vllm, name, workload, nbytes, deadline - perf_counter(), VLLM_ROUNDS),
+        "vllm": serve_with_vllm(vllm, name, workload, nbytes, deadline - perf_counter()),
     }
-    result["comparisons"] = compare(result)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
-
-
-def found_attentions() -> list[str]:
-    """Those of transformers that can serve blocks here. The ones that read blocks in place may not be installed."""
-    found = {"flash_attention_3": is_flash_attn_3_available(), "flash_attention_2": is_flash_attn_2_available()}
-    return ["sdpa", *(name for name, is_here in found.items() if is_here)]
+    deliver(result, json_output, {f"{name}, {workload.name}": table, "Reuse": first_tokens_table})
 
 
 def serve(
     model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, attentions: list[str], prompt: int
 ) -> tuple[list[Row], Row]:
-    """What is measured of all runs, on rows and then one on blocks with each attention, and of first tokens of a prompt
-    of so many, on rows. Tokens on rows are compared with those of the first attention."""
-    made: list[tuple[Row, Answers]] = []
+    """Figures of all runs, on rows and then one on blocks with each attention, and of first tokens of a prompt of so
+    many tokens on rows."""
+    made: list[Row] = []
     first: Row = {}
     for system in SYSTEMS if model.device.type == "cuda" else (ROWS,):
         with manager_of(model, system, nbytes) as manager:
@@ -145,17 +112,14 @@ def serve(
             each = [run(manager, system, workload, number, seconds) for number in range(rounds)]
             if system == ROWS:
                 first = first_tokens(manager, model.config.vocab_size, prompt)
-            idle = {"idle_bytes": idle_bytes(manager)}
-            made += [(row | idle, answers) for row, answers in each]
-    blocks: list[tuple[Row, Answers]] = []
+            idle = idle_bytes(manager)
+            made += [row | {"idle_bytes": idle} for row in each]
     for attention in attentions:
         model.set_attn_implementation(attention)
         with manager_of(model, BLOCKS + attention, nbytes) as manager:
-            row, answers = run(manager, BLOCKS + attention, workload, 0, seconds)
-            blocks.append((row | {"idle_bytes": idle_bytes(manager)}, answers))
-    (_, theirs), *_ = blocks
-    ours = [row | ({} if row["round"] else compare_answers(answers, theirs)) for row, answers in made]
-    return [*ours, *(row for row, _ in blocks)], first
+            row = run(manager, BLOCKS + attention, workload, 0, seconds)
+            made.append(row | {"idle_bytes": idle_bytes(manager)})
+    return made, first
 
 
 def warm_up(manager: Any, workload: Workload, seconds: float) -> None:
@@ -165,11 +129,11 @@ def warm_up(manager: Any, workload: Workload, seconds: float) -> None:
     run(manager, "", replace(workload, requests=few, parts=workload.parts[:requests]), WARM_SEED, seconds)
 
 
-def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> tuple[Row, Answers]:
+def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> Row:
     """Serves all requests, in each round with other prompts, or as much as there is time for."""
     prompts = [ids.tolist() for ids in workload.prompts(manager.model.config.vocab_size, seed=number)]
     first: list[float] = []
-    answers: Answers = {}
+    answers: dict[str, list[int]] = {}
     with watched(manager) as seen:
         start = perf_counter()
         for at, (prompt, request) in enumerate(zip(prompts, workload.requests)):
@@ -186,19 +150,19 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
     for at in range(len(prompts)):
         manager.cancel_request(f"{number}-{at}")  # of those that are done it does nothing; others would run on
     generated = sum(map(len, answers.values()))
-    row = {
+    waste, surplus, physical = zip(*seen) if seen else ((), (), ())
+    return {
         "system": system,
         "round": number,
         "finished": finished,
         "seconds": elapsed,
         "tokens_per_s": generated / elapsed,
         "first_token_s": median(first) if first else None,
-        "peak_bytes": seen.physical_bytes,
-        "waste": median(seen.waste) if seen.waste else None,
-        "most_waste": max(seen.waste, default=None),
-        "surplus_bytes": median(seen.surplus_bytes) if seen.surplus_bytes else None,
+        "peak_bytes": max(physical, default=0),
+        "waste": median(waste) if seen else None,
+        "most_waste": max(waste, default=None),
+        "surplus_bytes": median(surplus) if seen else None,
     }
-    return row, answers
 
 
 def idle_bytes(manager: Any) -> int:
@@ -209,19 +173,6 @@ def idle_bytes(manager: Any) -> int:
         caches[0].pool.trim()
         return int(caches[0].pool.stats().physical_bytes)
     return int(cache.cache_tensor.nbytes)
-
-
-def compare_answers(ours: Answers, theirs: Answers) -> Row:
-    """How many requests got the same tokens, as far as both were generated, and which part of the tokens comes before
-    the first that differs. In 16 bits two tokens are often as likely, and which comes depends on the order of sums."""
-    pairs = [(tokens, theirs[name]) for name, tokens in ours.items() if theirs.get(name)]
-    alike = [sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*pair))) for pair in pairs]
-    lengths = [min(map(len, pair)) for pair in pairs]
-    return {
-        "compared": len(pairs),
-        "equal": sum(same == length for same, length in zip(alike, lengths)) / max(len(pairs), 1),
-        "equal_tokens": sum(alike) / max(sum(lengths), 1),
-    }
 
 
 def finished_request(manager: Any) -> Any:
@@ -236,14 +187,13 @@ def finished_request(manager: Any) -> Any:
 
 
 @contextmanager
-def manager_of(model: Any, system: str, nbytes: int, most: int | None = None) -> Iterator[Any]:
-    """A manager that is at work; where there are never more than so many requests it makes no graphs for more."""
+def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
+    """A manager that is at work."""
     blocks = nbytes // (token_bytes(model.config) * 256)
     if system in SYSTEMS:
         rows.enable(model, max_bytes=nbytes)
     batching = ContinuousBatchingConfig(
         max_batch_tokens=BATCH_TOKENS,
-        max_requests_per_batch=most,
         page_size=256,
         num_blocks=max(blocks, 1),
         auto_switch_to_flash=False,
@@ -264,20 +214,22 @@ def manager_of(model: Any, system: str, nbytes: int, most: int | None = None) ->
 
 
 @contextmanager
-def watched(manager: Any) -> Iterator[Watched]:
-    """Looks at the memory of rows now and then."""
-    seen, over = Watched(), threading.Event()
+def watched(manager: Any) -> Iterator[list[tuple[float, int, int]]]:
+    """Look at the memory of rows now and then: the share of the pages in use that holds no token, the bytes of surplus
+    pages, and all physical bytes."""
+    seen: list[tuple[float, int, int]] = []
+    over = threading.Event()
 
     def watch() -> None:
-        while not over.is_set():
+        while not over.wait(EVERY):
             caches = getattr(manager.batch_processor and manager.batch_processor.cache, "kv_caches", [])
             stats = [cache.stats() for cache in caches]
-            used = sum(each.pages["used"] for each in stats) * (caches[0].page_size if caches else 0)
+            used, surplus = (
+                sum(each.pages[kind] * caches[0].page_size for each in stats) for kind in ("used", "surplus")
+            )
             if used:
-                seen.waste.append(1 - sum(each.token_bytes for each in stats) / used)
-                seen.surplus_bytes.append(sum(each.pages["surplus"] for each in stats) * caches[0].page_size)
-                seen.physical_bytes = max(seen.physical_bytes, caches[0].pool.stats().physical_bytes)
-            sleep(EVERY)
+                tokens = sum(each.token_bytes for each in stats)
+                seen.append((1 - tokens / used, surplus, caches[0].pool.stats().physical_bytes))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -303,10 +255,87 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
     return {"tokens": tokens, "known": KNOWN, "rounds": rounds} | {f"{kind}_s": median(t) for kind, t in times.items()}
 
 
-def show(result: Row) -> None:
-    console.print(make_table(f"{result['model']}, {result['workload']}", *batching_table(result)))
-    console.print(make_table("Reuse", *first_tokens_table(result)))
-    console.print(make_table("Comparisons", comparisons.COLUMNS, comparisons.lines(result["comparisons"])))
+def serve_with_vllm(folder: Path | None, name: str, workload: Workload, nbytes: int, seconds: float) -> Row:
+    """Rounds of vLLM in which all requests wait, as many as there is time for; and why not all. It has as many bytes
+    for K and V, no prefix caching, and as many tokens in a step as its server takes. Only a model's weights may be on
+    the GPU."""
+    if not vllm_peer.can_be_had(folder):
+        return {"served": [], "reason": vllm_peer.MISSING}
+    free_memory()
+    config = CONFIGS[name]
+    outputs = [request.output for request in workload.requests]
+    prompts = [ids.tolist() for ids in workload.prompts(config.vocab_size, seed=0)]
+    told = vllm_peer.serve(
+        vllm_peer.model_config(shape_of(config), config.max_position_embeddings),
+        [{"prompts": prompts, "outputs": outputs, "rounds": VLLM_ROUNDS}],
+        folder,
+        seconds,
+        dtype="bfloat16",
+        max_seq_len=workload.max_seq_len,
+        blocks=nbytes // (vllm_peer.BLOCK * token_bytes(config)),
+        sequences=VLLM_SEQUENCES,
+        step_tokens=0,
+        caching=False,
+    )
+    rows = [
+        {
+            "system": "vLLM",
+            "round": number,
+            "finished": sum(tokens == output for tokens, output in zip(row["tokens"], outputs)),
+            "seconds": row["seconds"],
+            "tokens_per_s": sum(row["tokens"]) / row["seconds"],
+        }
+        for number, row in enumerate(told.rows)
+    ]
+    return {"version": told.version, "options": told.about, "served": rows, "reason": told.reason}
+
+
+def shape_of(config: Any) -> Config:
+    """The shape of a model of transformers."""
+    return Config(
+        config.vocab_size,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.model_type == "qwen3",
+        config.tie_word_embeddings,
+        config.rms_norm_eps,
+        config.rope_parameters["rope_theta"],
+    )
+
+
+def table(result: Row) -> Lines:
+    """A line for each round."""
+    memory = "memory, peak", "when idle", "waste, median", "most"
+    return ("on", "finished", "output tokens/s", "first token behind the queue, median", *memory), [
+        (
+            row["system"],
+            f"{row['finished']} of {result['requests']}",
+            f"{row['tokens_per_s']:,.0f}",
+            cell(row.get("first_token_s"), "{:.1f} s"),
+            format_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "",
+            "" if row.get("idle_bytes") is None else format_bytes(row["idle_bytes"]),
+            *(cell(row.get(name), "{:.1%}") for name in ("waste", "most_waste")),
+        )
+        for row in [*result["served"], *result["vllm"]["served"]]
+    ]
+
+
+def cell(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def first_tokens_table(result: Row) -> Lines:
+    """First tokens of prompts that are new, and of prompts of which most is known."""
+    first = result["first_tokens"]
+    kinds = {"new": "new", "known": f"{first['known']:.0%} of it known"}
+    return (f"a prompt of {first['tokens']:,} tokens", "first token after", "times as early"), [
+        (label, f"{first[f'{kind}_s'] * 1e3:,.0f} ms", f"{first['new_s'] / first[f'{kind}_s']:.1f}")
+        for kind, label in kinds.items()
+    ]
 
 
 if __name__ == "__main__":

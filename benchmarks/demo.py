@@ -1,4 +1,4 @@
-"""The demo as a benchmark, whose JSON says of machine, versions and inputs what other results do.
+"""The demo as a benchmark, with machine, versions and inputs in its JSON.
 
 `python -m benchmarks.demo` takes what `vmmkv demo` does.
 """
@@ -13,9 +13,11 @@ from typing import Any
 
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv.cli.demo import demo
 from vmmkv.driver.driver import open_driver
+
+from .environment import environment
+from .output import Lines, Row, deliver
 
 
 @wraps(demo)
@@ -31,7 +33,19 @@ def main(**options: Any) -> None:
     finally:  # also where attention was wrong
         if output.getvalue():
             result = json.loads(output.getvalue())
-            print_result(result | {"environment": facts | result["environment"]})
+            deliver(result | {"environment": facts | result["environment"]}, True, {})
+
+
+def table(result: Row) -> Lines:
+    """A line for each way to lay out the cache of the same live sequences."""
+    labels = {
+        "static": "static reservation of 8192 tokens",
+        "per_layer": "2 MiB pages, a tensor per layer and K/V",
+        "block_table_16": "block table, 16 tokens",
+        "vmmkv": "**vmmkv**",
+    }
+    waste = [(label, f"{result['waste'][scheme]:.1%}") for scheme, label in labels.items()]
+    return ("scheme, same live sequences", "allocated bytes without a token"), waste
 
 
 if __name__ == "__main__":

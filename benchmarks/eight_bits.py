@@ -1,42 +1,34 @@
-"""What 8-bit K and V do to a model's logits, next to transformers' own quantized caches, where K has outliers.
+"""Distance of a model's logits with 8-bit K and V, beside transformers' own quantized caches, where K has outliers.
 
     python -m benchmarks.eight_bits [--json]
 
-Random weights hide what real ones do to a format. In trained models a few channels of K are many times as large as the
-rest, the same ones for all tokens, and V has none: KIVI (arXiv:2402.02750), and KVQuant (arXiv:2401.18079), which says
-that rotary embedding mixes them within pairs of channels; SmoothQuant (arXiv:2211.10438) says so of activations at
-large. So models of random weights get such channels by a bias of K, where Qwen2 has one, in front of the rotary
-embedding: among those that it turns slowly, which leaves attention to be about tokens. With 1 times the rest there are
-none. All of them compute in fp32, so that what differs is K and V.
+In trained models a few channels of K are many times as large as the rest, the same ones for all tokens, and V has none:
+KIVI (arXiv:2402.02750), KVQuant (arXiv:2401.18079), SmoothQuant (arXiv:2211.10438). So models of random weights get
+such channels by a bias of K, where Qwen2 has one, in front of the rotary embedding, among those that it turns slowly.
+All models compute in fp32, so that only K and V differ.
 
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
-these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
-come (but for the axes that its documentation advises): the group-wise ones keep up to 128 tokens behind the prompt as
-they are. Those that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU. How many tokens
-fit with scales in fp32, as they are kept, and in fp16 is arithmetic.
+these, without each one's mean, against those of a cache of fp32. The group-wise caches of transformers keep up to 128
+tokens behind the prompt as they are; caches that are not installed are left out (`pip install optimum-quanto hqq`).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
 import typer
 from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.layout import KV_DTYPES
 
-from .eight_bits_tables import logits_table, rounding_table
+from .environment import environment, version_of
+from .output import Lines, Row, deliver
 
-Row = dict[str, Any]
 OUTLIERS = 1, 10, 30
 """How many times the rest of K its outlier channels are."""
 CHANNELS = 4
@@ -77,9 +69,6 @@ def make_model(outliers: float, layers: int = 4) -> Qwen2ForCausalLM:
     return model
 
 
-# ---------------------------------------------------------------------- caches
-
-
 class HalfCache(DynamicCache):
     """K and V in bf16, for a model that computes in fp32."""
 
@@ -101,21 +90,11 @@ def makers(config: Any, max_seq_len: int) -> dict[str, Callable[[], Cache]]:
     }
     groups = {"quanto 4 bits": ("quanto", 4, 0), "hqq 8 bits": ("hqq", 8, 1), "hqq 4 bits": ("hqq", 4, 1)}
     for name, (backend, nbits, axis) in groups.items():
-        if _installed(PACKAGES[backend]):
+        if version_of(PACKAGES[backend]):
             caches[f"transformers {name}"] = lambda backend=backend, nbits=nbits, axis=axis: QuantizedCache(  # type: ignore[misc]
                 backend, config, nbits=nbits, axis_key=axis, axis_value=axis
             )
     return caches
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-# ---------------------------------------------------------------------- what is measured
 
 
 def logits(model: Qwen2ForCausalLM, tokens: torch.Tensor, length: int, cache: Cache) -> torch.Tensor:
@@ -146,36 +125,6 @@ def measure(model: Qwen2ForCausalLM, length: int, batch: int, steps: int) -> lis
     return rows
 
 
-def round_trips(model: Qwen2ForCausalLM) -> Row:
-    """What rounding alone does to K and V of all layers, behind the rotary embedding, of their norm."""
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.randint(VOCABULARY, (2, 256)), past_key_values=cache)
-    states = {
-        which: torch.stack([getattr(layer, name) for layer in cache.layers])
-        for which, name in (("K", "keys"), ("V", "values"))
-    }
-    return {
-        name: {
-            which: distance(dequantize(*quantize(each, dtype), torch.float64), each.double())
-            for which, each in states.items()
-        }
-        for name, dtype in KV_DTYPES.items()
-    }
-
-
-def attention_errors() -> dict[str, float]:
-    """Of attention to normal K and V of 512 tokens, of its norm."""
-    queries, keys, values = torch.randn(3, 8, 512, 64, dtype=torch.float64)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    expected = attend(queries, keys, values)
-    found = {}
-    for name, dtype in KV_DTYPES.items():
-        kept = [dequantize(*quantize(states, dtype), torch.float64) for states in (keys, values)]
-        found[name] = distance(attend(queries, *kept), expected)
-    return found
-
-
 def main(
     lengths: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; 128 and 512.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 2,
@@ -184,31 +133,34 @@ def main(
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what 8-bit K and V do to logits."""
-    rows, kept = [], []
+    rows = []
     for outliers in OUTLIERS:
         torch.manual_seed(0)
         model = make_model(outliers, layers)
-        kept.append({"outliers": outliers, "error": round_trips(model)})
         for length in lengths or LENGTHS:
             rows += [{"outliers": outliers, "length": length, **row} for row in measure(model, length, batch, steps)]
-    result = {
+    result: Row = {
         "environment": environment(torch.device("cpu")),
-        "packages": {name: _installed(name) for name in ("transformers", *PACKAGES.values())},
+        "packages": {name: version_of(name) for name in ("transformers", *PACKAGES.values())},
         "channels": CHANNELS,
         "layers": layers,
         "tokens": batch * steps,
-        "attention": attention_errors(),
-        "round_trips": kept,
         "logits": rows,
     }
-    if json_output:
-        print_result(result)
-    else:
-        for title, (columns, lines) in {
-            "Logits' distance from those of a cache of fp32, and the same first choice": logits_table(result),
-            "Off by, of the norm": rounding_table(result),
-        }.items():
-            console.print(make_table(title, columns, lines))
+    distances = "Logits' distance from those of a cache of fp32, and the same first choice"
+    deliver(result, json_output, {distances: table})
+
+
+def table(result: Row) -> Lines:
+    """A line for each cache and length of prompts, a column for each kind of outliers."""
+    found = {(row["cache"], row["length"], row["outliers"]): row for row in result["logits"]}
+    kinds = sorted({row["outliers"] for row in result["logits"]})
+    lines = []
+    for length, cache in dict.fromkeys((row["length"], row["cache"]) for row in result["logits"]):
+        of = [found[cache, length, kind] for kind in kinds]
+        lines.append((f"{length:,}", cache, *(f"{row['distance']:.1%}, {row['agreement']:.0%}" for row in of)))
+    columns = (f"outliers of K {kind} x" if kind > 1 else "no outliers" for kind in kinds)
+    return ("prompt", "K and V in", *columns), lines
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What mapping ahead, and large frames, are worth: what a caller waits for with them, and without.
+"""What a caller waits for with mapping ahead and large frames, and without.
 
     python -m benchmarks.mapper [--device cuda] [--steps 2000] [--rounds 3] [--json]
 
 Decoding: a step extends all sequences by a token and waits for a piece of work on the device that takes as long as a
-step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: the same, with
-small kernels launched one by one from the host instead, and launches beside a mapper that never rests. Prompts: onto a
-pool that is empty, and after a trim, with large frames and without. What is compared takes turns.
+step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: small kernels, one
+by one, alone and beside a mapper that never rests. Prompts: onto an empty pool, and after a trim, with large frames and
+without. Ways that are compared take turns.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.driver.driver import Driver
-from vmmkv.workload import conversations
 
-from .geometry import memory_of, open_geometry
+from .environment import environment
+from .geometry import memory_of, open_geometry, synchronize
+from .output import Lines, Row, deliver
 
-Row = dict[str, Any]
-WAYS = MAPPED, AHEAD, IN_NEED = ("mapped before", "mapper", "no mapper")
+MAPPED, AHEAD, IN_NEED = "mapped before", "mapper", "no mapper"
 FRAMES = LARGE, SINGLE = ("large frames", "single pages")
 PROMPT_ROUNDS = 10
-LAUNCH_STEPS = 300
 RESTLESS_SECONDS = 0.3
 """How long launches are counted beside a mapper that never rests: it has work for longer."""
 
@@ -58,9 +56,8 @@ class Bench(NamedTuple):
         return self.driver.device.type == "cuda"
 
     def wait(self) -> None:
-        """For the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.driver.device)
+        """Wait for the device."""
+        synchronize(self.driver.device)
 
     def rounds(self, name: str, count: int) -> Iterator[int]:
         """Numbers of rounds, as long as there is time."""
@@ -81,7 +78,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of each comparison.")] = 3,
     sequences: Annotated[int, typer.Option(min=1, help="That grow together.")] = 256,
     step_ms: Annotated[float, typer.Option(help="How long the device works in a step.")] = 10.0,
-    launches: Annotated[int, typer.Option(min=1, help="In a step of launching.")] = 2000,
     budget_seconds: Annotated[float, typer.Option(help="When to begin no further round, and say which.")] = 300.0,
     json_output: JsonOutput = False,
 ) -> None:
@@ -90,26 +86,14 @@ def main(
     on_gpu = driver.device.type == "cuda"
     steps = steps or (2000 if on_gpu else 100)
     bench = Bench(driver, layout, None if on_gpu else 32, perf_counter() + budget_seconds, [])
-    result: Row = {
-        "environment": environment(driver.device),
-        "sequences": sequences,
-        "steps": steps,
-        "step_ms": step_ms,
-        "launches_a_step": launches,
-    }
-    result["prompts"] = prompts(bench)
+    result: Row = {"environment": environment(driver.device), "sequences": sequences, "steps": steps}
+    result |= {"step_ms": step_ms, "prompts": prompts(bench)}
     # Decoding takes the most time by far: it comes last.
-    result["launching"] = launching(bench, sequences, min(steps, LAUNCH_STEPS), rounds, launches)
     result["restless"] = restless(bench, rounds)
     result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
     result["missed"] = bench.missed
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
-
-
-# ------------------------------------------------------------------ decoding
+    tables = {"Launching small kernels": launch_table, "Waiting for prompts": prompt_table}
+    deliver(result, json_output, {f"{sequences} sequences, steps of {step_ms:g} ms": decode_table, **tables})
 
 
 def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
@@ -127,37 +111,24 @@ def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
     return lambda: torch.cuda._sleep(wanted)
 
 
-def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
-    """Launches so many small kernels, one by one."""
-    x = torch.zeros(16, device=bench.driver.device)
-
-    def work() -> None:
-        for _ in range(launches):
-            x.add_(1)
-
-    return work
-
-
 def decoding(bench: Bench, sequences: int, steps: int, rounds: int, work: Callable[[], None]) -> list[Row]:
-    """A row for each way; the one without a mapper, which is only looked at, has one round."""
-    found: dict[str, list[Row]] = {way: [] for way in WAYS}
+    """For each way the medians of its rounds, and seconds relative to rows mapped before in the same round. The way
+    without a mapper has one round."""
+    found: dict[str, list[Row]] = {MAPPED: [], AHEAD: [], IN_NEED: []}
     for number in bench.rounds("decoding", rounds):
-        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
+        for way in (MAPPED, AHEAD)[:: -1 if number % 2 else 1]:
             found[way].append(decode(bench, way, sequences, steps, work))
     for _ in bench.rounds("decoding without a mapper", 1):
         found[IN_NEED].append(decode(bench, IN_NEED, sequences, steps, work))
-    return rows_of(found, "seconds")
-
-
-def launching(bench: Bench, sequences: int, steps: int, rounds: int, launches: int) -> list[Row]:
-    """Microseconds of the host for a launch, while rows grow that were mapped before, and beside the mapper."""
-    work = eager_work(bench, launches)
-    found: dict[str, list[Row]] = {way: [] for way in (MAPPED, AHEAD)}
-    for number in bench.rounds("launching", rounds):
-        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
-            row = decode(bench, way, sequences, steps, work)
-            found[way].append(row | {"launch_us": row["work_us"] / launches})
-    return rows_of(found, "launch_us")
+    base = [row["seconds"] for row in found[MAPPED]]
+    return [
+        {"way": way}
+        | {name: median(row[name] for row in rows) for name in rows[0]}
+        | {"rounds": [row["seconds"] for row in rows]}
+        | {"of_mapped_before": median(row["seconds"] / before for row, before in zip(rows, base))}
+        for way, rows in found.items()
+        if rows
+    ]
 
 
 @contextmanager
@@ -181,60 +152,29 @@ def growing(bench: Bench, way: str, sequences: int, steps: int) -> Iterator[tupl
 
 
 def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[], None]) -> Row:
-    """One round.
-
-    Returns:
-        its seconds, the host's microseconds a step in `extend` and in `work`, and the shares of extends of a sequence,
-        and of steps, in which this thread called the driver.
-    """
+    """Seconds of one round, the host's microseconds a step in `extend`, and the shares of extends of a sequence and
+    of steps, in which this thread called the driver."""
     with growing(bench, way, sequences, steps) as (cache, batch):
         meter = cache.pool.meter
-        extending = working = 0.0
-        mapped = called = 0
+        extending, mapped, called = 0.0, 0, 0
         start = perf_counter()
         for _ in range(steps):
-            maps, calls = meter.count("map"), caller_calls(cache)
+            maps, calls = meter.count("map"), meter.spent[:, 0].sum()  # the second, of this thread
             began = perf_counter()
             cache.extend(batch, 1)
-            extended = perf_counter()
+            extending += perf_counter() - began
             work()
-            done = perf_counter()
             bench.wait()
-            extending, working = extending + extended - began, working + done - extended
-            mapped, called = mapped + meter.count("map") - maps, called + (caller_calls(cache) > calls)
+            mapped, called = mapped + meter.count("map") - maps, called + bool(meter.spent[:, 0].sum() > calls)
         seconds = perf_counter() - start
         ahead = cache.stats().pages_mapped["ahead"]
     return {
         "seconds": seconds,
         "extend_us": extending / steps * 1e6,
-        "work_us": working / steps * 1e6,
         "extends_with_a_call": mapped / (steps * sequences),
         "steps_with_a_call": called / steps,
         "pages_ahead": ahead,
     }
-
-
-def caller_calls(cache: KVCache) -> int:
-    """Calls of the driver that were not the mapper's."""
-    return int(cache.pool.meter.spent[:, 0].sum())
-
-
-def rows_of(found: dict[str, list[Row]], key: str) -> list[Row]:
-    """For each way the medians of its rounds, and of what `key` is of rows mapped before in the same round."""
-    rows = []
-    for way, rounds in found.items():
-        if rounds:
-            base = [each[key] for each in found[MAPPED]]
-            rows.append(
-                {"way": way}
-                | {name: median(each[name] for each in rounds) for name in rounds[0]}
-                | {"rounds": [each[key] for each in rounds]}
-                | {"of_mapped_before": median(each[key] / before for each, before in zip(rounds, base))}
-            )
-    return rows
-
-
-# ------------------------------------------------------------------ a mapper that never rests
 
 
 def restless(bench: Bench, rounds: int) -> Row:
@@ -242,21 +182,20 @@ def restless(bench: Bench, rounds: int) -> Row:
     layout, driver = bench.layout, bench.driver
     count, tokens = (32, 8192) if bench.on_gpu else (8, 256)
     pages = count * layout.pages(tokens, driver.page_size)
-    work = eager_work(bench, 100)
     alone, beside, rates = [], [], []
     options: Row = {**memory_of(driver), "lookahead": bench.lookahead, "large_frames": False}
     with KVCache(layout, count, tokens, max_bytes=pages * driver.page_size, **options) as cache:
         for number in bench.rounds("launching beside a mapper that never rests", rounds):
             for busy in (False, True) if number % 2 == 0 else (True, False):
                 if not busy:
-                    alone.append(launches_a_second(bench, work, lambda: False))
+                    alone.append(launches_a_second(bench, lambda: False))
                     continue
                 before, began = pages_ahead(cache), perf_counter()
                 batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
                 end = before + pages // 20 * 19
                 while pages_ahead(cache) == before and perf_counter() < bench.deadline:  # until it is at work
                     sleep(1e-4)
-                beside.append(launches_a_second(bench, work, lambda end=end: pages_ahead(cache) >= end))
+                beside.append(launches_a_second(bench, lambda end=end: pages_ahead(cache) >= end))
                 rates.append((pages_ahead(cache) - before) / (perf_counter() - began))
                 cache.free(batch)
                 bench.wait()
@@ -272,31 +211,26 @@ def pages_ahead(cache: KVCache) -> int:
     return cache.pool.word("mapped_ahead")
 
 
-def launches_a_second(bench: Bench, work: Callable[[], None], over: Callable[[], bool]) -> float:
-    """Launches a second, of work that is a hundred of them, for a while or until it is over."""
+def launches_a_second(bench: Bench, over: Callable[[], bool]) -> float:
+    """Launches a second of small kernels, one by one, for a while or until it is over."""
+    x = torch.zeros(16, device=bench.driver.device)
     bench.wait()
     count, start = 0, perf_counter()
     while not count or (perf_counter() - start < RESTLESS_SECONDS and not over()):
-        work()
+        for _ in range(100):
+            x.add_(1)
         count += 100
     seconds = perf_counter() - start
     bench.wait()
     return count / seconds
 
 
-# ------------------------------------------------------------------ prompts
-
-
 def prompts(bench: Bench) -> list[Row]:
-    """Milliseconds that a thread waits for a prompt of 8,192 tokens on an empty pool, and for 60 sequences after a
-    trim: of 1,024 tokens, and as long as prompts of conversations are."""
+    """Milliseconds that a thread waits for a prompt on an empty pool, and for 60 sequences after a trim."""
     tokens = 8192 if bench.on_gpu else 512
-    rng = np.random.default_rng(0)
-    ragged = np.minimum([request.prompt for request in conversations(60, rng)], tokens).tolist()
     cases = {
         f"a prompt of {tokens} tokens, empty pool": [tokens],
         f"60 sequences of {tokens // 8} tokens, after trim()": [tokens // 8] * 60,
-        f"60 sequences of {sum(ragged) // 60} tokens on average, after trim()": ragged,
     }
     found: dict[tuple[str, str], list[float]] = {(what, frames): [] for what in cases for frames in FRAMES}
     pages = sum(bench.layout.pages(length, bench.driver.page_size) for length in max(cases.values(), key=sum))
@@ -330,28 +264,8 @@ def start_after_trim(bench: Bench, cache: KVCache, lengths: list[int]) -> float:
     return milliseconds
 
 
-# ------------------------------------------------------------------ what comes of it
-
-
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def show(result: Row) -> None:
-    """Prints a table for each part that was reached."""
-    for title, (columns, rows) in {
-        f"Decoding {result['sequences']} sequences, steps of {result['step_ms']:g} ms": decode_table(result),
-        "Launching small kernels": launch_table(result),
-        "Waiting for prompts": prompt_table(result),
-    }.items():
-        if rows:
-            console.print(make_table(title, columns, rows))
-    for what in result["missed"]:
-        console.print(f"not reached in time: {what}")
-
-
-Lines = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Columns of a table, and its rows."""
 
 
 def decode_table(result: Row) -> Lines:
@@ -371,20 +285,14 @@ def decode_table(result: Row) -> Lines:
 
 
 def launch_table(result: Row) -> Lines:
-    """A line for each way in a decode loop, and for a mapper that never rests."""
-    lines = [
-        (
-            f"in a decode loop, {row['way']}",
-            f"{row['launch_us']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
-            f"{row['of_mapped_before']:.3f}",
-        )
-        for row in result["launching"]
-    ]
-    if result["restless"]:
-        speeds = result["restless"]
-        for name, key in (("without a mapper", "alone_per_s"), ("beside a mapper that never rests", "beside_per_s")):
+    """Launches alone, and beside a mapper that never rests."""
+    lines = []
+    if speeds := result["restless"]:
+        for name, key, of_alone in (
+            ("without a mapper", "alone_per_s", 1.0),
+            ("beside a mapper that never rests", "beside_per_s", 1 / speeds["of_alone"]),
+        ):
             low, middle, high = (1e6 / speeds[key][name] for name in ("max", "median", "min"))
-            of_alone = 1.0 if key == "alone_per_s" else 1 / speeds["of_alone"]
             lines.append((name, f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{of_alone:.3f}"))
     return ("", "µs a launch", "of that without a mapper at work"), lines
 

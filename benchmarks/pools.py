@@ -1,90 +1,76 @@
 """Two models on one card: one pool for both, against a fixed half each.
 
-    python -m benchmarks.pools [--device cuda] [--model NAME]... [--memory 8GiB] [--json]
+    python -m benchmarks.pools [--device cuda] [--model NAME] [--memory 4GiB] [--requests 240] [--json]
 
-Bursts come in turns: all requests of one at once, and the next when the one before has been served, as where one model
-reads what the other wrote. A model has nothing to do in the other's turn, and no turn leaves the device idle. On one
-pool each finds all memory then, in halves never more than its own. That is worth as much as a burst needs more than a
-half: one that fits in a half is served as fast there; of one that waits for memory most of the time, twice the memory
-takes twice the requests at a time, until computing takes longer than reading weights. So bursts have several sizes, and
-K and V as much memory as two models of 16 GB leave on a card of 40; `crowded` says for which part of the time requests
-waited for memory.
+Bursts come in turns: all requests of one model at once, and those of the other when the burst has been served, as where
+one model reads what the other wrote. On one pool each burst finds all memory, in halves never more than its own. That
+is worth as much as a burst needs more than a half; `crowded` is the share of the time in which requests wait for
+memory. And how long memory takes to move: one cache fills the pool and is left, and the next prompts come to the other.
 
-And how long memory takes to move: one cache fills the pool and is left, and the next prompts come to the other. The
-models have random weights; the same name twice is two caches over the same weights. Without a GPU they are tiny, and
-speeds say nothing.
+The models are two caches over the same random weights. Without a GPU they are tiny, and speeds say nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from itertools import product
-from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.progress import Progress
 
-from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
-from vmmkv.cli.output import console, errors, format_bytes, make_table
+from vmmkv.cli.output import errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
 from .engine.engine import Engine
 from .engine.model import MODELS, random_model
-from .engine.vmm import memory_for
-from .serve import options
-from .serve.measure import Settings, figures, free_memory, make_engine
-from .serve.workloads import Limits, Usual, Workload, make_workload
+from .engine.rows import memory_for
+from .environment import environment
+from .geometry import calls_of, free_memory, synchronize
+from .output import Lines, Row, deliver
+from .serve.measure import SEED, Settings, figures, make_engine
+from .serve.workloads import Limits, Workload, make_workload
 
-Row = dict[str, Any]
 MODES = SHARED, HALVES = ("one pool", "a fixed half each")
-KEPT = (
-    "seconds",
-    "output_tokens_per_s",
-    "peak_concurrency",
-    "crowded_concurrency",
-    "preemptions",
-    "ttft_s",
-    "peak_bytes",
-    "step_ms",
-)
+KEPT = "seconds", "output_tokens_per_s", "peak_concurrency", "preemptions", "ttft_s", "peak_bytes"
 """Figures of a burst."""
 MOVED = 10 << 30
 """Bytes that the time of a move is told for."""
-
-
-SIZES = [60, 150, 240]
-"""Requests of a burst."""
 IN_TIME = 5.0
 """Seconds in which a first token is in time."""
-GPU = Usual("llama-3.1-8b", "4GiB", 8192, 8192, shorten=1)
-HOST = Usual("tiny", "512KiB", 256, 128, shorten=16)
 
 
-# ------------------------------------------------------------------ bursts
+class Usual(NamedTuple):
+    """The defaults of a kind of machine."""
+
+    model: str
+    memory: str
+    requests: int
+    max_seq_len: int
+    prompt_tokens: int
+    shorten: int
+    dtype: torch.dtype
 
 
-def pools_of(mode: str, layouts: list[KVLayout], memory: int, device: torch.device) -> list[FramePool]:
-    """For each model the pool that it lies on; pages are as large in all of them."""
+GPU = Usual("llama-3.1-8b", "4GiB", 240, 8192, 8192, 1, torch.bfloat16)
+HOST = Usual("tiny", "512KiB", 60, 256, 128, 16, torch.float32)
+
+
+def pools_of(mode: str, layout: KVLayout, memory: int, device: torch.device) -> list[FramePool]:
+    """The pool of each model."""
     if mode == SHARED:
-        return [FramePool(memory, **memory_for(layouts[0], device))] * len(layouts)
-    return [FramePool(memory // len(layouts), **memory_for(layouts[0], device)) for _ in layouts]
+        return [FramePool(memory, **memory_for(layout, device))] * 2
+    return [FramePool(memory // 2, **memory_for(layout, device)) for _ in range(2)]
 
 
-def serve(engines: list[Engine], settings: list[Settings], works: list[Workload], bursts: int) -> Row:
-    """Serves `bursts` bursts of each model, one after another; returns what both served together. No memory is taken
-    when it begins, nor when it has ended."""
-    rows = []
-    for number in range(bursts * len(engines)):
-        index = number % len(engines)
-        rows.append({"model": index} | serve_burst(engines[index], works[index], settings[index]))
+def serve(engines: list[Engine], settings: Settings, work: Workload) -> Row:
+    """Serve a burst of each model, one after another. No memory is taken at the beginning, nor at the end."""
+    rows = [{"model": index} | serve_burst(engine, work, settings) for index, engine in enumerate(engines)]
     for engine in engines:
         engine.kv.give_back()
     free_memory()
@@ -94,55 +80,39 @@ def serve(engines: list[Engine], settings: list[Settings], works: list[Workload]
 
 
 def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
-    """All requests of a workload at once."""
-    prompts = work.prompts(settings.model.config.vocab_size, settings.seed)
-    before = engine.kv.work()
+    """Serve all requests of a workload at once."""
+    prompts = work.prompts(settings.model.config.vocab_size, SEED)
+    before = engine.kv.work()["driver"]
     run = engine.run(prompts, [request.output for request in work.requests], deadline=settings.deadline)
     row = figures(run) if run.running else dict.fromkeys(KEPT)
-    done = engine.kv.work() - before
     return {name: row[name] for name in KEPT} | {
         "seconds": run.seconds,
         "tokens": run.generated,
         "tokens_in_time": int(run.outputs[run.first <= IN_TIME].sum()),
         "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
         "unfinished": len(run.outputs) - run.finished,
-        "driver_ms": sum(done.driver_seconds.values()) * 1e3,
-        "driver_seconds": dict(done.driver_seconds),
-        "mapper_seconds": dict(done.mapper_seconds),
-        "pages_mapped": dict(done.pages_mapped),
+        "driver_ms": (engine.kv.work()["driver"] - before) * 1e3,
     }
 
 
-# ------------------------------------------------------------------ moves
-
-
-def move(
-    layouts: list[KVLayout], memory: int, prompt: int, device: torch.device, lookahead: int | None, large_frames: bool
-) -> list[Row]:
-    """Fills the pool with prompts of one cache, and, when they are gone, of the other; three times in turns."""
-    (pool, *_) = pools_of(SHARED, layouts, memory, device)
-    counts = [
-        max(pool.limit_pages * pool.page_size // (layout.pages(prompt, pool.page_size) * pool.page_size), 1)
-        for layout in layouts
-    ]
-    rows = []
+def move(layout: KVLayout, memory: int, prompt: int, device: torch.device, large_frames: bool) -> list[Row]:
+    """Fill the pool with prompts of one cache, and, when they are gone, of the other; three times in turns."""
+    pool = pools_of(SHARED, layout, memory, device)[0]
+    count = max(pool.limit_pages // layout.pages(prompt, pool.page_size), 1)
     with ExitStack() as stack:
         caches = [
-            stack.enter_context(
-                KVCache(layout, count, prompt, pool=pool, lookahead=lookahead, large_frames=large_frames)
-            )
-            for layout, count in zip(layouts, counts)
+            stack.enter_context(KVCache(layout, count, prompt, pool=pool, large_frames=large_frames)) for _ in range(2)
         ]
-        for number in range(3 * len(caches)):
-            index = number % len(caches)
-            row = {"to": index, "filled": number > 0, "large_frames": large_frames}
-            rows.append(row | fill(caches[index], counts[index], prompt, device))
-    return rows
+        return [
+            {"to": number % 2, "filled": number > 0, "large_frames": large_frames}
+            | fill(caches[number % 2], count, prompt, device)
+            for number in range(6)
+        ]
 
 
 def fill(cache: KVCache, count: int, prompt: int, device: torch.device) -> Row:
-    """Starts `count` sequences of a prompt each and frees them; returns what it took until all had their memory."""
-    calls = driver_calls(cache)
+    """Start `count` sequences of a prompt each and free them; return what it took until all had their memory."""
+    calls = sum(calls_of(cache).values())
     slowest, begin = 0.0, perf_counter()
     sequences = []
     for _ in range(count):
@@ -152,177 +122,88 @@ def fill(cache: KVCache, count: int, prompt: int, device: torch.device) -> Row:
     seconds = perf_counter() - begin
     nbytes = cache.stats().pages["used"] * cache.page_size
     cache.free(sequences)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return {
         "bytes": nbytes,
         "prompts": count,
         "ms": seconds * 1e3,
         "slowest_prompt_ms": slowest * 1e3,
         "ms_per_10_gib": seconds * 1e3 * MOVED / nbytes,
-        "driver_calls": driver_calls(cache) - calls,
+        "driver_calls": sum(calls_of(cache).values()) - calls,
     }
 
 
-def driver_calls(cache: KVCache) -> int:
-    return sum(call.count for call in cache.stats().driver_calls.values())
-
-
-# ------------------------------------------------------------------ the whole
-
-
 def main(
-    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; two.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"One of {', '.join(MODELS)}.")] = None,
     memory: Annotated[str | None, typer.Option(help="For K and V of both.")] = None,
     trace: TraceFile = None,
-    requests: Annotated[
-        list[int] | None, typer.Option(min=1, help=f"Of a burst, in turn; {', '.join(map(str, SIZES))} on a GPU.")
-    ] = None,
-    bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 1,
+    requests: Annotated[int | None, typer.Option(min=1, help="Of a burst.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
-    max_sequences: options.MaxSequences = 256,
-    chunk: options.Chunk = 2048,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the prompts for which memory moves.")] = None,
     move_memory: Annotated[str | None, typer.Option(help="That moves; as much as --memory by default.")] = None,
-    lookahead: options.Lookahead = None,
     device: Device = None,
-    seed: options.Seed = 0,
-    budget_seconds: options.BudgetSeconds = 480.0,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure two models on one pool."""
     deadline = perf_counter() + budget_seconds
     driver = open_driver(device)
     usual = GPU if driver.device.type == "cuda" else HOST
-    names = model or [usual.model] * 2
-    if len(names) != 2 or not MODELS.keys() >= set(names):
-        raise typer.BadParameter(f"--model {' '.join(names)}: give two of {', '.join(MODELS)}")
-    dtype = torch.bfloat16 if usual is GPU else torch.float32
-    layouts = [MODELS[name].kv_layout(dtype) for name in names]
-    free = driver.memory_info()[0]
+    name, count = model or usual.model, requests or usual.requests
+    if name not in MODELS:
+        raise typer.BadParameter(f"--model {name}: it must be one of {', '.join(MODELS)}")
+    layout, free = MODELS[name].kv_layout(usual.dtype), driver.memory_info()[0]
     nbytes, moved = parse_bytes(memory or usual.memory, free), parse_bytes(move_memory or memory or usual.memory, free)
-    sizes = sorted(set(requests or (SIZES if usual is GPU else SIZES[:1])), reverse=True)
-    works = {size: [workload(trace, layout, nbytes // 2, size, usual, seed) for layout in layouts] for size in sizes}
-    longest = max(work.max_seq_len for work in works[sizes[0]])
-    models = {name: random_model(MODELS[name], longest, driver.device, dtype) for name in dict.fromkeys(names)}
-    settings = [Settings(models[name], nbytes, max_sequences, chunk, deadline, seed, lookahead) for name in names]
-    prompt = prompt_tokens or usual.prompt_tokens
-    result = begin_result(names, settings[0], works, prompt)
-    for large in (True, False):
-        result["moves"] += move(layouts, moved, prompt, driver.device, lookahead, large)
-    measure(result, settings, works, layouts, bursts, rounds)
-    result["comparisons"] = compare(result)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
-
-
-def begin_result(names: list[str], settings: Settings, works: dict[int, list[Workload]], prompt: int) -> Row:
-    """What was asked for; what is measured is added."""
-    return {
-        "environment": environment(settings.model.device),
-        "models": names,
-        "dtype": str(settings.model.dtype).removeprefix("torch."),
-        "memory_bytes": settings.max_bytes,
-        "requests": list(works),
+    longest = int(0.9 * nbytes / 2) // layout.token_bytes  # each request has room in a half
+    work = make_workload(trace, Limits(count, 10**9, longest, usual.max_seq_len, usual.shorten), SEED)
+    weights = random_model(MODELS[name], work.max_seq_len, driver.device, usual.dtype)
+    settings = Settings(weights, nbytes, deadline)
+    result: Row = {
+        "environment": environment(driver.device),
+        "models": [name] * 2,
+        "memory_bytes": nbytes,
+        "requests": count,
         "in_time_s": IN_TIME,
-        "trace": next(iter(works.values()))[0].name,
-        "lookahead": settings.lookahead,
-        "prompt_tokens": prompt,
-        "moves": [],
-        "runs": [],
+        "trace": work.name,
+        "prompt_tokens": usual.prompt_tokens,
+        "moves": [
+            row for large in (True, False) for row in move(layout, moved, usual.prompt_tokens, driver.device, large)
+        ],
         "missed": [],
     }
+    result["runs"] = measure(settings, work, layout, rounds, result["missed"])
+    deliver(result, json_output, {f"Two of {name}, bursts in turns": table, "Memory that moves": move_table})
 
 
-def workload(trace: Path | None, layout: KVLayout, half: int, requests: int, usual: Usual, seed: int) -> Workload:
-    """Requests that each have room in a half."""
-    longest = int(0.9 * half) // layout.token_bytes
-    return make_workload(trace, Limits(requests, 10**9, longest, usual.max_seq_len, usual.shorten), seed)
-
-
-def measure(
-    result: Row,
-    settings: list[Settings],
-    works: dict[int, list[Workload]],
-    layouts: list[KVLayout],
-    bursts: int,
-    rounds: int,
-) -> None:
-    """Adds to a result, for each size of bursts and mode, the run with the median throughput, and what was not reached.
-
-    Args:
-        works: for each size that of each model, the largest first.
-    """
-    found: dict[tuple[int, str], list[Row]] = {(size, mode): [] for size in sorted(works) for mode in MODES}
-    largest = next(iter(works.values()))
+def measure(settings: Settings, work: Workload, layout: KVLayout, rounds: int, missed: list[str]) -> list[Row]:
+    """For each mode the run with the median throughput; runs that were not reached are added to `missed`."""
+    found: dict[str, list[Row]] = {mode: [] for mode in MODES}
     engines: dict[str, list[Engine]] = {}
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress, ExitStack() as stack:
-        task = progress.add_task("Serving", total=rounds * len(found))
-        for number, size in product(range(rounds), works):
+    with ExitStack() as stack:
+        for number in range(rounds):
             for mode in MODES[:: -1 if number % 2 else 1]:
-                name = f"bursts of {size}, {mode}, round {number + 1}"
-                if perf_counter() < settings[0].deadline:
+                name = f"bursts of {len(work.requests)}, {mode}, round {number + 1}"
+                if perf_counter() < settings.deadline:
                     if mode not in engines:
-                        pools = pools_of(mode, layouts, settings[0].max_bytes, settings[0].model.device)
-                        each = [one._replace(pool=pool) for one, pool in zip(settings, pools)]
-                        made = [make_engine(one, work, "vmm") for one, work in zip(each, largest)]
+                        pools = pools_of(mode, layout, settings.max_bytes, settings.model.device)
+                        made = [make_engine(settings._replace(pool=pool), work, "vmm") for pool in pools]
                         engines[mode] = [stack.enter_context(closing(engine)) for engine in made]
-                    run = serve(engines[mode], settings, works[size], bursts)
+                    run = serve(engines[mode], settings, work)
                     if not any(burst["unfinished"] for burst in run["bursts"]):
-                        speed = f"{run['tokens_per_s']:,.0f} tokens/s"
-                        errors.print(f"{name}: {run['seconds']:.1f} s, {speed}", highlight=False)
-                        found[size, mode].append(run)
-                        progress.advance(task)
+                        errors.print(f"{name}: {run['seconds']:.1f} s, {run['tokens_per_s']:,.0f} tokens/s")
+                        found[mode].append(run)
                         continue
-                result["missed"].append(name)
-    for (size, mode), runs in found.items():
-        ordered = sorted(runs, key=lambda run: run["tokens_per_s"])
-        if ordered:
+                missed.append(name)
+    rows = []
+    for mode, runs in found.items():
+        if runs:
+            chosen = sorted(runs, key=lambda run: float(run["tokens_per_s"]))[(len(runs) - 1) // 2]
             speeds = [run["tokens_per_s"] for run in runs]
-            chosen = ordered[(len(ordered) - 1) // 2]
-            result["runs"].append({"requests": size, "mode": mode} | chosen | {"rounds": speeds})
+            rows.append({"requests": len(work.requests), "mode": mode} | chosen | {"rounds": speeds})
+    return rows
 
 
-def compare(result: Row) -> list[Row]:
-    """Compares one pool with fixed halves, and single pages with large frames."""
-    found: list[Row] = []
-    runs = {(run["requests"], run["mode"]): run for run in result["runs"]}
-    for size in sorted(result["requests"]):
-        if {(size, mode) for mode in MODES} <= runs.keys():
-            shared, halves = (runs[size, mode] for mode in MODES)
-            value = shared["tokens_per_s"] / halves["tokens_per_s"]
-            found.append({"what": f"bursts of {size}: tokens/s of both, one pool over fixed halves", "value": value})
-            if halves["tokens_in_time_per_s"]:
-                value = shared["tokens_in_time_per_s"] / halves["tokens_in_time_per_s"]
-                what = f"bursts of {size}: tokens/s of requests with a first token within {result['in_time_s']:g} s"
-                found.append({"what": what, "value": value})
-    for large in (True, False):
-        times = [row["ms_per_10_gib"] for row in result["moves"] if row["filled"] and row["large_frames"] == large]
-        found.append({"what": f"ms until 10 GiB have moved, {frames(large)}", "value": median(times)})
-    return found
-
-
-def show(result: Row) -> None:
-    """Prints a column for each mode, and a line for each move."""
-    title = f"{' and '.join(result['models'])} on {result['environment']['device']}, bursts in turns"
-    console.print(make_table(title, ("what", *columns(result)), table(result)))
-    title = f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens"
-    console.print(make_table(title, MOVES, moves(result)))
-    for row in result["comparisons"]:
-        console.print(f"{row['what']}: {row['value']:.3g}")
-    for what in result["missed"]:
-        console.print(f"not reached in time: {what}")
-
-
-def columns(result: Row) -> list[str]:
-    """The name of each run."""
-    return [f"{run['mode']}, bursts of {run['requests']}" for run in result["runs"]]
-
-
-def table(result: Row) -> list[tuple[str, ...]]:
-    """What is told of each run: a name, and a cell for each."""
+def table(result: Row) -> Lines:
+    """A column for each run, a line for each figure."""
 
     def peak(run: Row, key: str) -> float:
         return max(burst[key] for burst in run["bursts"])
@@ -340,24 +221,17 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "driver calls, ms a burst": lambda run: f"{median(b['driver_ms'] for b in run['bursts']):,.0f}",
         "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
     }
-    return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
+    columns = "", *(f"{run['mode']}, bursts of {run['requests']}" for run in result["runs"])
+    return columns, [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
 
 
-def frames(large: bool) -> str:
-    """What memory moves in."""
-    return "large frames" if large else "single pages"
-
-
-MOVES = "prompts come to", "in", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
-"""Columns of the table of moves."""
-
-
-def moves(result: Row) -> list[tuple[str, ...]]:
-    """A line for each time that the pool was filled: for whom, and what it took."""
-    return [
+def move_table(result: Row) -> Lines:
+    """A line for each time that the pool was filled."""
+    columns = "prompts come to", "in", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
+    return columns, [
         (
             f"{result['models'][row['to']]} ({'from the other' if row['filled'] else 'from an empty pool'})",
-            frames(row["large_frames"]),
+            "large frames" if row["large_frames"] else "single pages",
             format_bytes(row["bytes"]),
             f"{row['ms']:,.1f}",
             f"{row['ms_per_10_gib']:,.0f}",

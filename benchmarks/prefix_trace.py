@@ -1,17 +1,14 @@
-"""How much of a trace's prompts a cache finds: with room for all, and under budgets beside an offline optimum, with and
-without a host tier.
+"""Prefix hits of a trace on a cache with room for all, and under budgets beside an offline optimum.
 
     python -m benchmarks.prefix_trace --trace FILE [--pages N]... [--json]
 
 The trace tells of each prompt the ids of its blocks; equal ids are equal content behind an equal beginning (Mooncake's
-traces: `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, which makes hit rates of the same
-blocks, and each prompt ends with one more token, which is its own: the last one is never found, for it has to be
-computed. Requests come one after another on one `KVCache`, in host memory: each begins with what is known, writes K of
-the rest, makes it known, and ends. K of what was found is compared with what was written.
+traces: `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, and each prompt ends with one more
+token, which must be computed. Requests come one after another on one `KVCache` in host memory, without and with a host
+tier: each begins with the known tokens, writes K of the others, and commits them. K of known tokens is compared.
 
-The optimum is Belady's: it knows all requests, gives up the page that is needed last, and keeps none that is not needed
-before those it has. A page is never needed before the one that it follows, so it, too, keeps prefixes only. No policy
-finds more. Beside a host tier it has the pages of both.
+The optimum is Belady's: it knows all requests, and evicts the page that is needed last. A page is never needed before
+the one that it follows, so it keeps prefixes only, and no policy finds more. It has the pages of a host tier as well.
 """
 
 from __future__ import annotations
@@ -19,21 +16,22 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.events import EventLog, Removed
 from vmmkv.workload import TraceError, read_trace
 
-Row = dict[str, Any]
+from .environment import environment
+from .output import Lines, Row, deliver
+
 Ids = npt.NDArray[np.int64]
 Blocks = tuple[int, ...]
 """Ids of a prompt's blocks."""
@@ -175,19 +173,15 @@ def main(
         "page_tokens": PAGE_TOKENS,
         "runs": [measure(requests, prompts, *budget) for budget in budgets],
     }
-    if json_output:
-        print_result(result)
-    else:
-        title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
-        console.print(make_table(title, *hit_table(result)))
+    title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
+    deliver(result, json_output, {title: table})
     if not result["runs"][-1]["exact"]:
         raise AssertionError("with room for all the cache does not find what the trace says was there before")
 
 
-def hit_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns of a table, and a line for each budget."""
-    columns = "pages", "on the host", "found", "optimum", "ratio", "evicted"
-    return columns, [
+def table(result: Row) -> Lines:
+    """A line for each budget."""
+    return ("pages", "on the host", "found", "optimum", "ratio", "evicted"), [
         (
             "room for all" if row["pages"] > result["distinct_blocks"] else f"{row['pages']:,}",
             f"{row['host_pages']:,}",

@@ -1,11 +1,10 @@
-"""What finding a prompt's beginning costs, in a tree of many pages, beside a dictionary of block hashes.
+"""Host time to find the beginning of a prompt in a tree of many pages, beside a dictionary of block hashes.
 
     python -m benchmarks.prefix_tree [--pages 100000] [--tokens 8192] [--json]
 
 The tree holds conversations that begin with one of a few system prompts. Prompts of the same length differ in how much
 of them is cached. The dictionary is the usual way with block tables: each block of a page's tokens is looked up by a
-SHA-256 of its ids and of the block before. Both must find the same. Then new conversations: a commit, the next turn on
-the row of the last one, a hit beside it; and pages that are evicted. All times are the host's; the driver does nothing.
+SHA-256 of its ids and of the block before. Both must find the same.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from hashlib import sha256
-from time import perf_counter
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,17 +19,17 @@ import numpy.typing as npt
 import torch
 import typer
 
-from benchmarks.environment import environment, print_result
-from vmmkv import FramePool, KVCache, Sequence
+from vmmkv import FramePool, KVCache
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import errors
 from vmmkv.driver.host import NullDriver
 from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes
 
+from .environment import environment
 from .geometry import LAYOUT
-from .prefixes import TURN
-from .sharing import calls_of, calls_since
+from .host_time import microseconds
+from .output import Lines, Row, deliver
 
 Ids = npt.NDArray[np.int64]
 
@@ -40,11 +38,7 @@ PAGE_TOKENS = 16
 VOCABULARY = 128_256
 SYSTEM_PROMPTS, SYSTEM_TOKENS, TURN_TOKENS = 8, 512, 1024
 TYPICAL = "all but the last turn"
-BATCH = 1000
-"""Pages evicted in a call."""
 ROWS = 8
-WARM_UP = 4 * ROWS
-"""Conversations until each new one takes the pages of another."""
 
 
 class BlockHashes:
@@ -86,7 +80,7 @@ def main(
     hashes = BlockHashes()
     for ids in conversations:
         hashes.insert(ids)
-    result: dict[str, Any] = {
+    result: Row = {
         "environment": environment(torch.device("cpu")),
         "pages": len(hashes.blocks),
         "page_tokens": PAGE_TOKENS,
@@ -97,12 +91,8 @@ def main(
             {"prompt": name} | measure(prompts, cache, hashes, repeats)
             for name, prompts in make_prompts(conversations, tokens, rng).items()
         ]
-    with errors.status("changing"):
-        result["changes"] = changes(cache, tokens, max(repeats // 10, 1), rng)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    title = f"Prompts of {tokens:,} tokens, {result['pages']:,} pages"
+    deliver(result, json_output, {title: table})
 
 
 def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[KVCache, list[Ids]]:
@@ -136,7 +126,7 @@ def make_prompts(conversations: list[Ids], tokens: int, rng: np.random.Generator
     }
 
 
-def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: int) -> dict[str, Any]:
+def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: int) -> Row:
     """Microseconds of a look-up, prompts taking turns; and of the same blocks in the dictionary, a tenth as often."""
     prefixes = cache.prefixes
     assert prefixes is not None
@@ -144,12 +134,12 @@ def measure(prompts: list[Ids], cache: KVCache, hashes: BlockHashes, repeats: in
     blocks = [min(PAGE_TOKENS * len(hashes.match(ids)), len(ids) - 1) // PAGE_TOKENS for ids in prompts]
     if [tokens // PAGE_TOKENS for tokens in found] != blocks:
         raise AssertionError("the tree and the dictionary do not find the same")
-    us = spread(clock(lambda ids: look_up(prefixes, ids), prompts, repeats))
+    us = clock(lambda ids: look_up(prefixes, ids), prompts, repeats)
     return {
         "found_tokens": found[0],
         "us": us,
         "mb_per_s": found[0] * prompts[0].itemsize / us["median"],
-        "hashes_us": spread(clock(hashes.match, prompts, max(repeats // 10, 1))),
+        "hashes_us": clock(hashes.match, prompts, max(repeats // 10, 1)),
     }
 
 
@@ -160,79 +150,24 @@ def look_up(prefixes: Prefixes, ids: Ids) -> int:
     return found[TOKENS]
 
 
-def clock(function: Callable[[Ids], object], prompts: list[Ids], repeats: int) -> list[float]:
-    times = []
-    for number in range(repeats):
-        ids = prompts[number % len(prompts)]
-        start = perf_counter()
-        function(ids)
-        times.append((perf_counter() - start) * 1e6)
-    return times
-
-
-def spread(times: list[float]) -> dict[str, float]:
+def clock(function: Callable[[Ids], object], prompts: list[Ids], repeats: int) -> dict[str, float]:
+    """Microseconds of calls, prompts taking turns."""
+    times = [microseconds(function, prompts[number % len(prompts)]) for number in range(repeats)]
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
-def changes(cache: KVCache, tokens: int, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Microseconds to commit a new conversation, of its next turn, of a hit beside that, and to evict a page."""
-    took: dict[str, list[float]] = {"commit_us": [], "next_turn_us": [], "hit_us": [], "evict_us_a_page": []}
-    begun: list[Sequence] = []
-    calls = 0
-
-    def start(ids: Ids) -> None:
-        begun.append(cache.sequence(token_ids=ids))
-
-    for number in range(WARM_UP + repeats):
-        ids = draw(rng, tokens + TURN)
-        sequence = cache.sequence(token_ids=ids[:tokens], expected_tokens=tokens + TURN)
-        sequence.extend(TURN)  # the pages of the next turn
-        sequence.truncate(tokens)
-        took["commit_us"] += clock(sequence.commit, [ids[:tokens]], 1)
-        sequence.free()
-        before = calls_of(cache)
-        took["next_turn_us"] += clock(start, [ids], 1)
-        calls += sum(calls_since(cache, before).values())
-        took["hit_us"] += clock(start, [ids], 1)
-        assert [each.cached_tokens for each in begun] == [tokens, tokens]
-        cache.free(begun)
-        begun.clear()
-        if number < WARM_UP:
-            calls = 0
-            for values in took.values():
-                values.clear()
-    cache.check()
-    assert cache.prefixes is not None
-    began = perf_counter()
-    while pages := cache.prefixes.evict(BATCH):
-        took["evict_us_a_page"].append((perf_counter() - began) * 1e6 / pages)
-        began = perf_counter()
-    found: dict[str, Any] = {name: spread(values) for name, values in took.items()}
-    return found | {"next_turn_calls": calls, "evicted_at_a_time": BATCH}
-
-
-def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns, and a line for each kind of prompt."""
-    rows: list[tuple[str, ...]] = [
+def table(result: Row) -> Lines:
+    """A line for each kind of prompt."""
+    return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), [
         (
             row["prompt"],
             f"{row['found_tokens']:,}",
-            f"{row['us']['median']:.1f} ({row['us']['p10']:.1f} to {row['us']['p90']:.1f})",
+            "{median:.1f} ({p10:.1f} to {p90:.1f})".format(**row["us"]),
             f"{row['mb_per_s']:,.0f}",
             f"{row['hashes_us']['median']:,.1f}",
         )
         for row in result["matches"]
     ]
-    return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), rows
-
-
-def show(result: dict[str, Any]) -> None:
-    """Prints a line for each kind of prompt."""
-    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages"
-    console.print(make_table(title, *table(result)))
-    for name, row in result["changes"].items():
-        if isinstance(row, dict):
-            console.print(f"{name}: {row['median']:.1f} ({row['p10']:.1f} to {row['p90']:.1f})")
 
 
 if __name__ == "__main__":

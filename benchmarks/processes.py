@@ -1,39 +1,13 @@
-"""Processes that measure something: several together, or another program."""
+"""Programs that run for so long at most."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
-
-
-def run_processes(count: int, work: Callable[..., None], *args: Any) -> None:
-    """Runs `work(rank, *args)` in so many processes that are made for it, and waits for them. Where one fails, or we
-    are interrupted, the others are killed, as they may wait for it for ever.
-
-    Raises:
-        RuntimeError: one of them failed.
-    """
-    spawn = get_context("spawn")
-    processes = [spawn.Process(target=work, args=(rank, *args)) for rank in range(count)]
-    try:
-        for process in processes:
-            process.start()
-        while not any(codes := [process.exitcode for process in processes]) and None in codes:
-            wait([process.sentinel for process, code in zip(processes, codes) if code is None])
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
-    if any(codes):
-        raise RuntimeError(f"the processes ended with {codes}; see above")
 
 
 def run_command(

@@ -3,7 +3,7 @@
     python -m benchmarks.report [--check]
 
 A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
-has a function for each name. If a result file is missing, the text between them stays. A plot contains the digest of
+lists the names. If a result file is missing, the text between them stays. A plot contains the digest of
 its result file and is drawn anew when the digest changes. Figures in prose must be in the result files that their
 paragraph names; in the documents of `MEASURING` each paragraph with a measured figure must name a file.
 """
@@ -21,17 +21,15 @@ import typer
 
 from vmmkv.cli.output import console, errors
 
-from . import fragmentation
 from .cited import nameless, unheld
 from .newest import RESULTS, ROOT, caption, newest
 from .serve import report as serving
-from .tables import TABLES
+from .tables import TABLES, markdown
 
 DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/*.md", "docs/**/*.md")
 MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABLES.md", "benchmarks/results/kernels.md")
 """Documents in which every figure with a unit was measured."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
-    "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
 }
 
@@ -56,11 +54,11 @@ def fill(text: str, results: Path) -> tuple[str, set[str]]:
         paths = [newest(results, source) for source in TABLES[name].sources]
         absent = {path.name for path in paths if not path.exists()}
         missing.update(absent)
-        told = None if absent else TABLES[name].write(*(json.loads(path.read_text()) for path in paths))
-        if told is None:
+        if absent:
             return match[0]
-        where = f"\n{caption(paths)}\n" if paths else ""
-        return f"{opening}{told}\n{where}{closing}"
+        told = TABLES[name].write(*(json.loads(path.read_text()) for path in paths))
+        text = told if isinstance(told, str) else markdown(*told)
+        return f"{opening}{text}\n\n{caption(paths)}\n{closing}"
 
     filled, tables = MARKED.subn(write, text)
     if tables != text.count(OPENING):

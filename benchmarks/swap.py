@@ -1,4 +1,4 @@
-"""What it takes to suspend a sequence and to resume it: against one pinned copy, and against blocks.
+"""Bandwidth to suspend a sequence and to resume it, beside one pinned copy, and beside blocks.
 
     python -m benchmarks.swap [--device cuda] [--tokens 32768] [--rounds 10] [--json]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from time import perf_counter
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,15 @@ import torch
 import typer
 from rich.progress import track
 
-from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, Sequence
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, format_bytes, make_table
+from vmmkv.cli.output import errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
-from .geometry import layout_on
-from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, synchronize
+from .environment import environment
+from .geometry import layout_on, synchronize
+from .output import Lines, Row, deliver
+from .transfer import PIECE, PLAIN, WARM_UP, figures, in_turn
 
 GATHERED = f"pieces of {format_bytes(PIECE)}, gathered"
 BATCHED = f"pieces of {format_bytes(PIECE)}, one batch of copies"
@@ -37,27 +38,12 @@ Places = npt.NDArray[np.uint64]
 SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
 
 
-class Way(Protocol):
-    """How bytes go to the host and come back."""
-
-    content: torch.Tensor
-    """What has to be there again."""
-
-    def out(self) -> None:
-        """Brings them to the host."""
-
-    def forget(self) -> None:
-        """Has nothing of them left on the device."""
-
-    def back(self) -> None:
-        """Brings them back."""
-
-    def here(self) -> torch.Tensor:
-        """What is there now."""
-
-
 class Plain:
-    """A tensor, and one copy."""
+    """A tensor, and one copy.
+
+    A way has `content`, which must be there again, `out()`, which brings it to the host, `forget()`, which leaves
+    nothing of it on the device, `back()`, which brings it back, and `here()`, which returns what is there now.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
@@ -112,11 +98,8 @@ class Batched(Plain):
     def copy(self, targets: Places, sources: Places) -> None:
         arrays = [each.ctypes.data_as(ctypes.c_void_p) for each in (targets, sources, self.sizes)]
         attributes = [each.ctypes.data_as(ctypes.c_void_p) for each in (self.attributes, self.first)]
-        count, one, stream = (
-            ctypes.c_size_t(len(self.sizes)),
-            ctypes.c_size_t(1),
-            ctypes.c_void_p(self.stream.cuda_stream),
-        )
+        count, one = ctypes.c_size_t(len(self.sizes)), ctypes.c_size_t(1)
+        stream = ctypes.c_void_p(self.stream.cuda_stream)
         status = self.call(*arrays, count, *attributes, one, stream)
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync failed with {status}")
@@ -157,6 +140,9 @@ class Suspended:
 
     def here(self) -> torch.Tensor:
         return torch.stack(self.states())
+
+
+Way = Plain | Suspended
 
 
 def measure(ways: dict[str, Way], device: torch.device, rounds: int) -> tuple[dict[str, list[float]], ...]:
@@ -204,7 +190,7 @@ def main(
         if on_gpu:
             ways[BATCHED] = Batched(nbytes, place)
         out, back = measure(ways, place, rounds)
-    result: dict[str, Any] = {
+    result: Row = {
         "environment": facts,
         "tokens": tokens,
         "token_bytes": layout.token_bytes,
@@ -212,29 +198,19 @@ def main(
         "out": figures(out, nbytes),
         "back": figures(back, nbytes),
     }
-    if json_output:
-        print_result(result)
-    else:
-        console.print(make_table(f"{format_bytes(nbytes)} to the host and back, {place}", *way_table(result)))
+    deliver(result, json_output, {f"{format_bytes(nbytes)} to the host and back, {place}": table})
 
 
-def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns of a table, and a line for each way."""
-    columns = "", "to the host, GB/s", "of one copy", "back, GB/s", "of one copy"
-    return columns, [
-        (
-            out["way"],
-            *(
-                text
-                for row in (out, back)
-                for text in (
-                    f"{row['gb_per_s']:.1f} ({row['gb_per_s_p10']:.1f} to {row['gb_per_s_p90']:.1f})",
-                    f"{row['ratio']:.2f}",
-                )
-            ),
-        )
-        for out, back in zip(result["out"], result["back"])
+def table(result: Row) -> Lines:
+    """A line for each way."""
+    return ("", "to the host, GB/s", "of one copy", "back, GB/s", "of one copy"), [
+        (out["way"], *cells(out), *cells(back)) for out, back in zip(result["out"], result["back"])
     ]
+
+
+def cells(row: Row) -> tuple[str, str]:
+    speed = f"{row['gb_per_s']:.1f} ({row['gb_per_s_p10']:.1f} to {row['gb_per_s_p90']:.1f})"
+    return speed, f"{row['ratio']:.2f}"
 
 
 if __name__ == "__main__":

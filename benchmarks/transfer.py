@@ -1,4 +1,4 @@
-"""What it takes to send a sequence to another process: the bytes of its row, against plain tensors and against blocks.
+"""Bandwidth to send a sequence to another process, beside plain tensors and beside blocks.
 
     python -m benchmarks.transfer [--device cuda] [--tokens 32768] [--rounds 20] [--json]
 
@@ -18,21 +18,22 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from torch.multiprocessing import spawn
 
-from benchmarks.environment import environment, print_result
 from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, format_bytes, make_table
+from vmmkv.cli.output import format_bytes
 from vmmkv.driver.driver import open_driver
 
-from .geometry import layout_on
-from .processes import run_processes
+from .environment import environment
+from .geometry import layout_on, synchronize
+from .output import Lines, Row, deliver
 
 SENDER, RECEIVER = 0, 1
 PIECE = 32 << 10
@@ -40,11 +41,6 @@ PIECE = 32 << 10
 WARM_UP = 3
 """Rounds that are not counted: NCCL connects, the receiver's row gets its pages."""
 PLAIN, SENT, SENT_NEW = "plain tensors", "send() and receive()", "send() and receive(), onto new pages"
-
-Row = dict[str, Any]
-
-
-# ------------------------------------------------------------------ ways
 
 
 def move(rank: int, message: torch.Tensor) -> None:
@@ -55,21 +51,12 @@ def move(rank: int, message: torch.Tensor) -> None:
         dist.recv(message, SENDER)
 
 
-class Way(Protocol):
-    """How bytes go; both processes have one."""
-
-    def go(self) -> None:
-        """What is timed."""
-
-    def bytes(self) -> torch.Tensor:
-        """Those that are to be sent, or were received, to be written and read."""
-
-    def forget(self) -> None:
-        """Has the receiver's be others."""
-
-
 class Plain:
-    """From a tensor of torch's allocator to another."""
+    """From a tensor of torch's allocator to another.
+
+    Both processes have each way: `go()` is timed, `bytes()` are those that are sent or were received, and `forget()`
+    overwrites the receiver's.
+    """
 
     def __init__(self, rank: int, nbytes: int, device: torch.device) -> None:
         self.rank, self.tensor = rank, torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -151,7 +138,7 @@ class Pieces:
         return torch.empty_like(self.pieces).index_copy_(0, self.order, content.view_as(self.pieces)).view(-1)
 
 
-# ------------------------------------------------------------------ two processes
+Way = Plain | Rows | Pieces
 
 
 def work(rank: int, folder: str, on_gpus: bool, tokens: int, rounds: int) -> None:
@@ -221,14 +208,6 @@ def meet(device: torch.device) -> None:
     synchronize(device)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# ------------------------------------------------------------------ the whole
-
-
 def main(
     device: Device = None,
     tokens: Annotated[int | None, typer.Option(min=16, help="Of the sequence: 32,768, or 512 on a CPU.")] = None,
@@ -241,26 +220,19 @@ def main(
     if on_gpus and torch.cuda.device_count() < 2:
         raise typer.BadParameter("two GPUs are needed, or --device cpu")
     tokens = (tokens or (32_768 if on_gpus else 512)) // 16 * 16  # which fill pieces
-    token_bytes = layout_on(on_gpus).token_bytes
+    token_bytes, facts = layout_on(on_gpus).token_bytes, environment(place)
+    with TemporaryDirectory() as folder:
+        spawn(work, (folder, on_gpus, tokens, rounds), nprocs=2)
+        seconds = json.loads((Path(folder) / "result.json").read_text())
     result: Row = {
-        "environment": environment(place),
+        "environment": facts,
         "backend": f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpus else "gloo",
         "tokens": tokens,
         "token_bytes": token_bytes,
         "rounds": rounds,
-        "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
+        "ways": figures(seconds, tokens * token_bytes),
     }
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
-
-
-def measure(on_gpus: bool, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """By way, the seconds of each round, of two processes that are made for it."""
-    with TemporaryDirectory() as folder:
-        run_processes(2, work, folder, on_gpus, tokens, rounds)
-        return json.loads((Path(folder) / "result.json").read_text())
+    deliver(result, json_output, {f"{format_bytes(tokens * token_bytes)} to another process, {place}": table})
 
 
 def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
@@ -281,15 +253,8 @@ def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
     return rows
 
 
-def show(result: Row) -> None:
-    """Prints a line for each way."""
-    size = format_bytes(result["tokens"] * result["token_bytes"])
-    title = f"{size} to another process, {result['environment']['device']}, {result['backend']}"
-    console.print(make_table(title, *way_table(result)))
-
-
-def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns, and a line for each way."""
+def table(result: Row) -> Lines:
+    """A line for each way."""
     return ("", "ms", "GB/s", "of plain tensors"), [
         (
             row["way"],

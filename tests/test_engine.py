@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,38 +20,29 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine.attention import Attend, Batch, Write, numba_attention
-from benchmarks.engine.checkpoints import load_model
-from benchmarks.engine.engine import BACKENDS, REUSING, Engine
-from benchmarks.engine.groups import Beginnings
+from benchmarks.batching import shape_of
+from benchmarks.engine.attention import Attend, Batch, Write
+from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
+from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
-from benchmarks.engine.paged import PagedKV
-from benchmarks.engine.reusing_blocks import ReusingPagedKV
-from benchmarks.engine.reusing_rows import ReusingVmmKV
+from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import HEADROOM, Schedule, Step
-from benchmarks.engine.suspending import SuspendingVmmKV, costs
-from benchmarks.engine.vmm import OVERREAD, VmmKV
+from benchmarks.engine.schedule import Schedule
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng()
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 VOCABULARY = 97
 GPU_CONFIG = Config(VOCABULARY, 256, 256, 4, 8, 2, 64)
 """4 KiB a token in float32."""
-KINDS = {"Llama": {"rope_parameters": LLAMA3}, "Qwen3": {"tie_word_embeddings": True}}
+KINDS = {
+    "Llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "Qwen3": {"tie_word_embeddings": True},
+}
 
 
-def reference_model(kind: str, folder: Path, device: torch.device) -> transformers.PreTrainedModel:
-    """A random model of transformers, saved. On a GPU its tokens are so large that pages are few."""
+def reference_model(kind: str, device: torch.device) -> transformers.PreTrainedModel:
+    """A random model of transformers. On a GPU its tokens are so large that pages are few."""
     gpu = device.type == "cuda"
     sizes = {
         "vocab_size": VOCABULARY,
@@ -66,9 +56,30 @@ def reference_model(kind: str, folder: Path, device: torch.device) -> transforme
         "eos_token_id": None,
     }
     config = getattr(transformers, f"{kind}Config")(**sizes, **KINDS[kind], initializer_range=0.2)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    model.save_pretrained(folder)
-    return model.to(device)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).float().eval().to(device)
+
+
+def same_model(reference: transformers.PreTrainedModel) -> Model:
+    """The engine's model with the same weights."""
+    config = shape_of(reference.config)
+    tensors = reference.state_dict()
+
+    def read(*names: str) -> torch.Tensor:
+        return torch.cat([tensors[f"model.{name}.weight"] for name in names])
+
+    weights = {"embed": read("embed_tokens"), "norm": read("norm"), "lm_head": tensors["lm_head.weight"]}
+    for layer in range(config.num_layers):
+        at, attention = f"layers.{layer}", f"layers.{layer}.self_attn"
+        weights[f"{layer}.input_norm"] = read(f"{at}.input_layernorm")
+        weights[f"{layer}.post_norm"] = read(f"{at}.post_attention_layernorm")
+        weights[f"{layer}.qkv"] = read(*(f"{attention}.{name}_proj" for name in "qkv"))
+        weights[f"{layer}.o"] = read(f"{attention}.o_proj")
+        weights[f"{layer}.gate_up"] = read(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+        weights[f"{layer}.down"] = read(f"{at}.mlp.down_proj")
+        if config.qk_norm:
+            norms = zip("qk", (config.num_heads, config.num_kv_heads))
+            weights[f"{layer}.qk_norm"] = torch.cat([read(f"{attention}.{n}_norm").expand(c, -1) for n, c in norms])
+    return Model(config, weights, 512)
 
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -118,10 +129,10 @@ def check_nothing_is_kept(engine: Engine, backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_backends_generate_what_transformers_would_without_a_cache(kind: str, device: str, tmp_path: Path) -> None:
+def test_all_backends_generate_what_transformers_would_without_a_cache(kind: str, device: str) -> None:
     where = torch.device(device)
-    reference = reference_model(kind, tmp_path, where)
-    model = load_model(tmp_path, 512, where, torch.float32)
+    reference = reference_model(kind, where)
+    model = same_model(reference)
     layout = KVLayout(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, torch.float32)
     page = 2 << 20 if device == "cuda" else 16 * layout.token_bytes
     page_tokens = page // layout.token_bytes
@@ -148,64 +159,6 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
     return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, draw(st.sampled_from([8, 64, 200]))))
 
 
-@pytest.mark.parametrize("backend", [PagedKV, VmmKV])
-@given(batch=batches())
-@settings(max_examples=30 * ROUNDS)
-def test_schedules_serve_all_requests_within_their_means(
-    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int]
-) -> None:
-    prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 64, torch.float32)  # a block, and a page on the host, is 16 tokens
-    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
-    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
-    schedule.waiting.extend(range(len(prompts)))
-    sampled = np.zeros(len(prompts), int)
-    computed = 0
-    finished: list[int] = []
-    running: list[int] = []
-    while step := schedule.next():
-        computed += len(step.decode) + int(step.counts.sum())
-        if len(schedule.running) > 1 and schedule.running[-1] not in running:
-            # It came to others, and what they were promised is still to be had.
-            known = schedule.known[schedule.running]
-            assert known.sum() + HEADROOM * len(known) <= blocks * 16
-        assert 0 < len(step.decode) + len(step.prefill) <= len(schedule.running) <= max_sequences
-        assert not set(step.decode) & set(step.prefill)
-        assert step.counts.sum() <= chunk
-        assert schedule.running == sorted(schedule.running)  # first come, first served
-        assert all(request > max(schedule.running) for request in schedule.waiting)
-        ends = schedule.computed.copy()
-        ends[step.decode] += 1
-        ends[step.prefill] += step.counts
-        check_room(kv, schedule.row[schedule.running], ends[schedule.running], blocks)
-        sampled[step.sampled] += 1
-        finished += schedule.advance(step)
-        running = list(schedule.running)
-    assert sampled.tolist() == outputs
-    assert sorted(finished) == list(range(len(prompts)))
-    assert schedule.recomputed == computed - sum(prompts) - sum(outputs) + len(prompts)  # last tokens are not computed
-    assert (schedule.recomputed > 0) == bool(schedule.preempted.any())
-    assert kv.fits(blocks * 16)
-    kv.close()
-
-
-def check_room(kv: PagedKV | VmmKV, rows: np.ndarray, tokens: np.ndarray, blocks: int) -> None:
-    """Rows have room for exactly these tokens, which is on the device, and nobody else's."""
-    if isinstance(kv, VmmKV):
-        kv.cache.check()
-        assert [sequence.length for sequence in kv.sequences[rows]] == tokens.tolist()
-        for row, count in zip(rows, tokens):
-            for cache in kv.kv(0):
-                cache[row, :count] = row  # a fault where nothing is mapped
-        for row, count in zip(rows, tokens):
-            assert all((cache[row, :count] == row).all() for cache in kv.kv(0))
-        return
-    assert kv.lengths[rows].tolist() == tokens.tolist()
-    counts = -(-tokens // 16)
-    held = [block for row, count in zip(rows, counts) for block in kv.block_table[row, :count].tolist()]
-    assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
-
-
 def related_ids(counts: list[int]) -> list[np.ndarray]:
     """Token ids of requests, each of which begins as long as it likes like one before it."""
     found = [RNG.integers(0, VOCABULARY, counts[0])]
@@ -216,31 +169,35 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV, SuspendingVmmKV])
+SCHEDULES = [(PagedKV, ""), (VmmKV, ""), (ReusingPagedKV, "reuse"), (VmmKV, "reuse"), (VmmKV, "suspend")]
+
+
+@pytest.mark.parametrize(("backend", "how"), SCHEDULES)
 @given(batch=batches(), late=st.booleans())
 @settings(max_examples=15 * ROUNDS)
-def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
-    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
+def test_schedules_serve_all_requests_within_their_means(
+    backend: type[PagedKV | VmmKV], how: str, batch: tuple[list[int], list[int], int, int, int], late: bool
 ) -> None:
     """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
     prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 64, torch.float32)
-    suspend = backend is SuspendingVmmKV
+    layout, reuse, suspend = KVLayout(1, 1, 64, torch.float32), how == "reuse", how == "suspend"
     options = {"host_bytes": 100 * layout.token_bytes, "tokens_per_s": 1.0} if suspend else {}
     kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU, **options)
     ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
     schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, suspend=suspend)
-    if not suspend:
+    if reuse:
         schedule.ids = lambda request: ids[request][: schedule.known[request]]
     schedule.waiting.extend(range(len(prompts)))
-    sampled = np.zeros(len(prompts), int)
-    computed = 0
+    sampled, computed = np.zeros(len(prompts), int), 0
     while step := schedule.next():
-        check_groups(step, ids)
         before = schedule.computed.copy()
         requests = np.concatenate([step.decode, step.prefill])
         counts = np.concatenate([np.ones_like(step.decode), step.counts])
         computed += int(counts.sum())
+        assert 0 < len(requests) == len(set(requests.tolist())) <= len(schedule.running) <= max_sequences
+        assert step.counts.sum() <= chunk
+        assert schedule.running == sorted(schedule.running)  # first come, first served
+        assert all(request > max(schedule.running) for request in schedule.waiting)
         for request, count in zip(requests, counts):
             positions = np.arange(before[request], before[request] + count)
             write_tokens(kv, schedule.row[request], positions, ids[request][positions])
@@ -250,51 +207,19 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
         sampled[step.sampled] += 1
         schedule.advance(step)
     assert sampled.tolist() == outputs
-    assert (schedule.cached >= 0).all()
-    assert (schedule.cached < prompts).all()
-    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())
+    assert ((schedule.cached >= 0) & (schedule.cached < prompts)).all()
+    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())  # last tokens are not computed
     assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
-    assert computed == needed + schedule.recomputed or not suspend
+    assert computed == needed + schedule.recomputed or reuse
+    assert (schedule.recomputed > 0) == bool(schedule.preempted.any()) or how
     assert kv.fits(blocks * 16)
     kv.give_back()
-    if isinstance(kv, ReusingPagedKV):
+    if isinstance(kv, PagedKV):
         assert sorted(kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))
-        assert not kv.known
-        assert not kv.keys
-        assert not kv.users.any()
     else:
         kv.cache.check()
         assert kv.physical_bytes() == 0
     kv.close()
-
-
-def check_groups(step: Step, ids: list[np.ndarray]) -> None:
-    """Sequences of a group begin alike, and are several."""
-    if step.groups:
-        bounds, tokens = step.groups
-        for (begin, end), common in zip(itertools.pairwise(bounds), tokens, strict=True):
-            first, *others = (ids[request][:common].tolist() for request in step.decode[begin:end])
-            assert others
-            assert all(each == first for each in others)
-            assert len(first) == common > 0
-
-
-def test_sequences_that_began_alike_are_a_group_where_that_saves_something() -> None:
-    """Whoever began so comes first in a batch, those that save most before others; who saves little is not asked."""
-    beginnings, ids = Beginnings(9), RNG.integers(0, VOCABULARY, 400)
-    for request, tokens in ((1, 200), (3, 100), (4, 200), (5, 0), (6, 300), (8, 100)):
-        beginnings.note(request, ids[:tokens])
-    running = RNG.permutation(9)
-    order, groups = beginnings.grouped(running, np.full(9, 250))
-    assert groups
-    assert [set(order[begin:end]) for begin, end in itertools.pairwise(groups.bounds)] == [{1, 4}, {3, 8}]
-    assert groups.tokens.tolist() == [200, 100]
-    assert order[4:].tolist() == [request for request in running if request not in (1, 3, 4, 8)]
-    beginnings.note(4, ids[:0])  # it begins once more, and finds nothing
-    order, groups = beginnings.grouped(running, np.full(9, 250))
-    assert groups is None
-    assert (order == running).all()
-    assert beginnings.grouped(running[:0], running[:0])[1] is None
 
 
 def places(kv: PagedKV | VmmKV, row: int, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -317,96 +242,6 @@ def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
         assert (found == torch.from_numpy(values).float()[:, None, None]).all()
 
 
-@pytest.mark.parametrize(("tokens_per_s", "host_tokens"), [(1000.0, 1000), (1000.0, 70), (1e12, 1000)])
-def test_preempted_requests_are_suspended_where_that_is_cheaper_and_there_is_room(
-    tokens_per_s: float, host_tokens: int
-) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)
-    options = {"host_bytes": host_tokens * 512, "tokens_per_s": tokens_per_s}
-    engine = Engine(model, "vmm", 9 * 16 * 512, 4, 160, 1000, suspend=True, options=options)
-    run = engine.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, run)
-    assert run.finished == 4
-    assert run.preemptions > 0
-    assert (run.suspensions > 0) == (tokens_per_s == 1000.0)
-    if host_tokens == 1000:
-        assert run.suspensions in (0, run.preemptions)
-    check_nothing_is_kept(engine, "vmm")
-
-
-def test_copies_cost_less_where_a_model_computes_slowly_and_its_tokens_are_small() -> None:
-    token_bytes, tokens_per_s = int(RNG.integers(1 << 10, 1 << 20)), float(RNG.uniform(1e3, 1e6))
-    found = costs(token_bytes, tokens_per_s)
-    assert found["copies_us_per_token"] == pytest.approx(2 * token_bytes / 55e3)
-    assert found["suspends"] == (tokens_per_s * 2 * token_bytes < 55e9)
-
-
-@pytest.mark.parametrize("backend", REUSING)
-def test_reuse_generates_the_same_tokens(backend: str) -> None:
-    model = tiny_model()
-    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 50))
-    prompts = [torch.cat([system, prompt]) for prompt in random_requests(20, 60, 1)[0]]
-    outputs = RNG.integers(1, 20, len(prompts)).tolist()
-    engine, without = (
-        Engine(model, backend, 1 << 20, 8, 160, 4000, chunk=48, reuse=reuse, late=True) for reuse in (True, False)
-    )
-    run, other = engine.run(prompts, outputs), without.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, run)
-    check_greedy(logits_without_cache(model), prompts, other)
-    assert (other.cached == 0).all()
-    assert run.cached[0] == 0
-    assert (run.cached[2:] >= 48).all()  # after the first two steps the system prompt is there
-    assert run.finished == other.finished == len(prompts)
-    again = engine.run(prompts, outputs)
-    check_greedy(logits_without_cache(model), prompts, again)
-    assert (again.cached >= run.cached).all()
-    assert (again.cached >= np.array([(len(prompt) - 1) // 16 * 16 for prompt in prompts])).all()
-    check_nothing_is_kept(engine, backend)
-
-
-@pytest.mark.parametrize("backend", REUSING)
-@pytest.mark.parametrize("wait", [False, True])
-def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: bool) -> None:
-    model = tiny_model()
-    engine = Engine(model, backend, 1 << 20, 4, 160, 2000, reuse=True)
-    prompts = [torch.from_numpy(RNG.integers(0, VOCABULARY, size)) for size in RNG.integers(20, 60, 4)]
-    outputs = RNG.integers(1, 30, 4).tolist()
-    run = engine.run(prompts, outputs, wait=wait)
-    more = [torch.tensor([*prompt, *run.output(n), 1, 2, 3]) for n, prompt in enumerate(prompts)]
-    after = engine.run(more, [4] * 4)
-    check_greedy(logits_without_cache(model), more, after)
-    # Of the last token nobody has computed K and V; a host that is a step ahead has not seen the one before it.
-    answers = np.maximum(np.array(outputs) - (1 if wait else 2), 0)
-    seen = np.array([len(prompt) for prompt in prompts]) + answers
-    assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
-
-
-@pytest.mark.parametrize("backend", REUSING)
-def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)
-    prompts += [torch.cat([prompt, prompt]) for prompt in prompts]
-    engine = Engine(model, backend, 9 * 16 * 512, 4, 160, 2000, reuse=True)
-    for _ in range(2):
-        run = engine.run(prompts, outputs * 2)
-        assert run.preemptions > 0
-        assert run.finished == 8
-        check_greedy(logits_without_cache(model), prompts, run)
-    check_nothing_is_kept(engine, backend)
-
-
-@pytest.mark.parametrize("backend", ["vmm", "paged"])
-def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
-    roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
-    for engine in (roomy, tight):
-        run = engine.run(prompts, outputs)
-        assert (run.preemptions > 0) == (engine is tight)
-        check_greedy(logits_without_cache(model), prompts, run)
-
-
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have less than the budget; the last request has nobody to take memory from."""
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
@@ -414,39 +249,6 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MemoryError):
         engine.run(*random_requests(4, 16, 8))
     check_nothing_is_kept(engine, "vmm")
-
-
-def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(20, 60, 20)
-    runs = [Engine(model, backend, 1 << 20, 8, 160, 2000, chunk=48).run(prompts, outputs) for backend in BACKENDS]
-    assert len({(*run.running, *run.tokens.tolist()) for run in runs}) == 1
-    check_greedy(logits_without_cache(model), prompts, runs[0])
-
-
-@pytest.mark.parametrize("wait", [False, True])
-def test_an_engine_that_waits_has_a_step_before_it_goes_on(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    def noting(owner: type, name: str) -> None:
-        method = getattr(owner, name)
-
-        def noted(*args: object) -> object:
-            events.append(name)
-            return method(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    noting(Schedule, "advance")
-    noting(Run, "take_down")
-    prompts, outputs = random_requests(6, 30, 8)
-    run = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000).run(prompts, outputs, wait=wait)
-    assert run.finished == 6
-    steps = len(events) // 2
-    if wait:
-        assert events == ["take_down", "advance"] * steps
-    else:
-        assert events == ["advance"] + ["advance", "take_down"] * (steps - 1) + ["take_down"]
 
 
 def tiny_model() -> Model:
@@ -515,11 +317,11 @@ FULL = [15] * 4, [30] * 4, 8, 4, 60
 
 
 @pytest.mark.parametrize("backend", ["vmm", "paged", "vmm, reuse", "paged, reuse", "vmm, suspend"])
-@given(batch=batches(), wait=st.booleans(), unknown=st.booleans(), late=st.booleans(), graphs=st.booleans())
-@example(batch=FULL, wait=False, unknown=False, late=False, graphs=True)
+@given(batch=batches(), wait=st.booleans(), late=st.booleans(), graphs=st.booleans())
+@example(batch=FULL, wait=False, late=False, graphs=True)
 @settings(max_examples=4 * ROUNDS)
 def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
-    backend: str, batch: tuple[list[int], list[int], int, int, int], wait: bool, unknown: bool, late: bool, graphs: bool
+    backend: str, batch: tuple[list[int], list[int], int, int, int], wait: bool, late: bool, graphs: bool
 ) -> None:
     """In each way to serve it, also when what others have computed is there already."""
     sizes, outputs, blocks, max_sequences, chunk = batch
@@ -541,7 +343,7 @@ def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
     )
     engine.tokens[max_tokens] = 1
     for _ in range(2):
-        run = engine.run(prompts, outputs, wait=wait, unknown=unknown)
+        run = engine.run(prompts, outputs, wait=wait)
         check_greedy(logits_without_cache(model), prompts, run)
         assert run.finished == len(prompts)
         assert run.generated == sum(outputs)
@@ -578,7 +380,7 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
     )
     prompts, outputs = random_requests(40, 700, 40)
     found = []
-    for backend, graphs in (("vmm", True), ("paged", True), ("static", True), ("vmm", False)):
+    for backend, graphs in (("vmm", True), ("paged", True), ("vmm", False)):
         engine = Engine(model, backend, 256 << 20, 40, 1024, 100_000, chunk=512, graphs=graphs)
         run = engine.run(prompts, outputs)
         assert bool(engine.graphs) == bool(engine.prompt_graphs) == graphs
@@ -586,48 +388,14 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
         check_nothing_is_kept(engine, backend)
         engine.close()
         found.append([run.output(request) for request in range(len(prompts))])
-    rows, paged, static, ungraphed = found
+    rows, paged, ungraphed = found
     assert [request for request in range(len(prompts)) if rows[request] != paged[request]] == []
-    assert [request for request in range(len(prompts)) if rows[request] != static[request]] == []
     # Without graphs batches are not padded, and matrix products round otherwise: sooner or later tokens differ.
     assert np.mean([one[:2] == other[:2] for one, other in zip(rows, ungraphed)]) > 0.8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "peer", "module"), [("vmm", "fa3", "fa3_fwd_interface"), ("paged", "flashinfer", "flashinfer")]
-)
-def test_on_a_gpu_peers_attend_as_our_kernels_do(backend: str, peer: str, module: str) -> None:
-    """To chunks of prompts, to decode beside them and alone, and in graphs."""
-    pytest.importorskip(module, reason=f"{module} is not installed")
-    config = Config(VOCABULARY, 256, 512, 2, 8, 2, 128)
-    model = random_model(config, 1024, torch.device("cuda"), torch.bfloat16, random_seed())
-    prompts, outputs = random_requests(20, 900, 20)
-    options = OVERREAD if peer == "fa3" else {}
-    sizes = 256 << 20, 20, 1024, 20_000
-    engine = Engine(model, backend, *sizes, chunk=512, attention=peer, graphs=False, options=options)
-    theirs, ours = engine.attention, numba_attention(engine.kv)
-
-    def both(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
-        found = theirs(layer, q, batch)
-        torch.testing.assert_close(found, ours(layer, q, batch), rtol=2e-2, atol=2e-2)
-        return found
-
-    engine.attention = both
-    assert engine.run(prompts, outputs).finished == len(prompts)
-    check_nothing_is_kept(engine, backend)
-    engine.close()
-    found = []
-    for attention, how in ((peer, options), (None, {})):
-        engine = Engine(model, backend, *sizes, chunk=512, attention=attention, options=how)
-        run = engine.run(prompts, outputs)
-        found.append([run.output(request) for request in range(len(prompts))])
-        engine.close()
-    assert np.mean([one[:2] == other[:2] for one, other in zip(*found)]) > 0.8
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     """With graphs, and the host a step ahead. A page holds 512 tokens."""
     model = random_model(GPU_CONFIG, 2048, torch.device("cuda"), torch.float32, random_seed())
@@ -641,26 +409,6 @@ def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     assert (run.cached[2:] >= 1024).all()
     check_nothing_is_kept(engine, backend)
     engine.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", REUSING)
-def test_on_a_gpu_what_sequences_share_is_read_once_for_all(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, from graphs, with answers like those of who reads it for each."""
-    model = random_model(replace(GPU_CONFIG, head_dim=128), 2048, torch.device("cuda"), torch.bfloat16, random_seed())
-    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 1100))
-    prompts = [torch.cat([system, prompt]) for prompt in random_requests(12, 300, 1)[0]]
-    found = []
-    for worth in (8, 0):  # with 0 nothing is
-        monkeypatch.setattr("benchmarks.engine.groups.WORTH", worth)
-        engine = Engine(model, backend, 256 << 20, 8, 2048, 40_000, chunk=700, reuse=True, late=True)
-        launches = mock.Mock(wraps=engine._launch_decode)
-        engine._launch_decode = launches  # type: ignore[method-assign]
-        run = engine.run(prompts, [60] * len(prompts))
-        assert any(call.args[-1] for call in launches.mock_calls) == bool(worth)
-        found.append([run.output(number) for number in range(len(prompts))])
-        engine.close()
-    assert np.mean([one[:2] == other[:2] for one, other in zip(*found)]) > 0.8
 
 
 @pytest.mark.gpu
@@ -679,83 +427,15 @@ def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
     engine.close()
 
 
-def test_samples_follow_the_distribution(device: str) -> None:
-    count, temperature = 3000, 0.7
-    config = Config(7, 64, 64, 1, 2, 1, 64)
-    model = random_model(config, 16, torch.device(device), torch.float32, seed=random_seed())
-    engine = Engine(model, "static", 1 << 21, 100, 16, 3 * count, temperature=temperature)
-    tokens = engine.run([torch.tensor([3])] * count, [1] * count).tokens[1::2]
-    hidden = model.forward(
-        torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v, angles: v.repeat(1, 2, 1)
-    )
-    probabilities = (model.logits(hidden)[0] / temperature).softmax(-1).cpu().numpy()
-    deviation = np.bincount(tokens, minlength=7) / count - probabilities
-    assert (np.abs(deviation) < 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-3).all()
-
-
-class Clock:
-    """Time that passes when somebody looks, or sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def look(self) -> float:
-        self.now += 1e-5
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.in_flight.sleep", clock.sleep)
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    prompts, outputs = random_requests(3, 20, 4)
-    run = engine.run(prompts, outputs, [0.0, 0.05, 0.3])
-    assert run.finished == 3
-    assert (run.first > run.arrivals).all()
-    assert 0.3 < run.seconds < 0.4
-    start = clock.now
-    run = engine.run(prompts, outputs, [0.0, 0.01, 60.0], deadline=start + 1.0)
-    assert 1.0 <= clock.now - start < 1.1
-    assert run.finished == 2
-    assert np.isnan(run.first[2])
-    check_nothing_is_kept(engine, "vmm")
-
-
 def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
     count = itertools.count().__next__
     monkeypatch.setattr("benchmarks.engine.engine.perf_counter", count)
-    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", count)
+    monkeypatch.setattr("benchmarks.engine.run.perf_counter", count)
     run = engine.run(*random_requests(3, 20, 100), deadline=60)
     assert run.running[-1] == 3
     assert run.finished == 0
     check_nothing_is_kept(engine, "vmm")
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize("backend", [*BACKENDS, "vmm, reuse", "vmm, suspend"])
-@pytest.mark.parametrize("wait", [True, False])
-def test_who_ends_when_nobody_knew_has_the_same_tokens(backend: str, wait: bool) -> None:
-    """One step later, where the host is ahead; also under pressure, which may preempt one in its last step."""
-    name, _, beside = backend.partition(", ")
-    model, (prompts, outputs) = tiny_model(), random_requests(12, 40, 30)
-    pages = 40 if backend == "static" else 9
-    sizes = pages * 16 * 512, 4, 160, sum(map(len, prompts)) + sum(outputs) + len(prompts)
-    options = {"host_bytes": 1 << 20, "tokens_per_s": 1.0} if beside == "suspend" else {}
-    engine = Engine(model, name, *sizes, reuse=beside == "reuse", suspend=beside == "suspend", options=options)
-    known, unknown = (engine.run(prompts, outputs, wait=wait, unknown=unknown) for unknown in (False, True))
-    assert unknown.finished == known.finished == len(prompts)
-    assert unknown.generated == known.generated == sum(outputs)
-    check_greedy(logits_without_cache(model), prompts, unknown)
-    assert [len(unknown.output(request)) for request in range(len(prompts))] == outputs
-    undisturbed = not (known.preemptions or unknown.preemptions)  # else one may have to compute more anew
-    assert wait or not undisturbed or len(unknown.running) > len(known.running)
-    check_nothing_is_kept(engine, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,8 +16,7 @@ import torch
 from vmmkv.kernels import decode, prefill
 from vmmkv.workload import conversations, read_trace
 
-from .batches import Batch, Case, Reference, evenly, make_batch
-from .layouts import KV, NAMES, layouts
+from .batches import KV, NAMES, Batch, Case, Reference, evenly, layouts, make_batch
 from .peers import peers
 from .timing import Call, Timing, measure
 
@@ -55,13 +54,6 @@ def prefill_cases() -> list[Case]:
     ]
 
 
-def quick_cases() -> list[Case]:
-    return [
-        Case("decode", "16 x 4096", (4096,) * 16),
-        Case("prefill", "4 x 4096", (4096,) * 4, 4096),
-    ]
-
-
 def attention(batch: Batch, kv: KV, kernel: str) -> Call:
     """A call of ours, into an output that starts as NaN."""
     out = torch.full_like(batch.q, torch.nan)
@@ -95,7 +87,7 @@ def run_case(case: Case, device: torch.device) -> tuple[Rows, Rows]:
         contenders = ours + theirs
         timings = measure([contender.call for contender in contenders])
         rows = [make_row(case, *pair, reference) for pair in zip(contenders, timings)]
-    return with_ratios(rows), skipped
+    return rows, skipped
 
 
 def peers_of(batch: Batch, kvs: list[KV]) -> tuple[list[Contender], Rows]:
@@ -132,24 +124,6 @@ def make_row(case: Case, contender: Contender, timing: Timing, reference: Refere
         "error": reference.error(timing.output),
         "captured": timing.captured,
     }
-
-
-def with_ratios(rows: Rows) -> Rows:
-    """Adds to each row its time relative to that of the same kernel on contiguous tensors, where there is one."""
-    contiguous = {row["kernel"]: row["microseconds"] for row in rows if row["layout"] == "contiguous"}
-    for row in rows:
-        base = contiguous.get(row["kernel"])
-        row["of_contiguous"] = row["microseconds"] / base if base else None
-    return rows
-
-
-def compare_ragged(rows: Rows) -> None:
-    """Adds to rows of ragged lengths their GB/s relative to those of even lengths with the same total."""
-    even = {(row["kernel"], row["layout"]): row["gb_per_s"] for row in rows if row["case"] == EVEN}
-    for row in rows:
-        if row["case"] == RAGGED:
-            base = even.get((row["kernel"], row["layout"]))
-            row["of_even"] = row["gb_per_s"] / base if base else None
 
 
 def compile_kernels(cases: list[Case]) -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from .batches import DTYPE, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Batch
-from .layouts import KV
+from benchmarks.environment import version_of
+
+from .batches import DTYPE, HEAD_DIM, KV, NUM_HEADS, NUM_KV_HEADS, Batch
 from .timing import Call
 
 WORKSPACE_BYTES = 512 << 20
@@ -52,14 +52,8 @@ def peers(q_len: int) -> list[Peer]:
 
 def versions() -> dict[str, str | None]:
     """Versions of the peers; None where one is not installed."""
-    cudnn = torch.backends.cudnn.version()
-    found: dict[str, str | None] = {"cudnn": str(cudnn) if cudnn else None}
-    for name in ("fa3-fwd", "flashinfer-python"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    cudnn, names = torch.backends.cudnn.version(), ("fa3-fwd", "flashinfer-python")
+    return {"cudnn": str(cudnn) if cudnn else None} | {name: version_of(name) for name in names}
 
 
 def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:
@@ -84,7 +78,7 @@ def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:
 
 def flash_attention_3(batch: Batch, kv: KV) -> Call:
     """FlashAttention-3, built without block tables; lengths are given only where they differ, its faster way. It reads
-    whole tiles then, beyond a sequence's end: see `layouts.OVERREAD`."""
+    whole tiles then, beyond a sequence's end: see `OVERREAD`."""
     from fa3_fwd_interface import flash_attn_with_kvcache
 
     case = batch.case
@@ -101,13 +95,7 @@ def flashinfer_decode(tensor_cores: bool, batch: Batch, kv: KV) -> Call:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(make_workspace(batch), "NHD", use_tensor_cores=tensor_cores)
     block_size = kv.k.shape[1]
     wrapper.plan(
-        *page_table(batch, kv),
-        NUM_HEADS,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        block_size,
-        q_data_type=DTYPE,
-        kv_data_type=DTYPE,
+        *page_table(batch, kv), NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, block_size, q_data_type=DTYPE, kv_data_type=DTYPE
     )
     return partial(wrapper.run, batch.q.flatten(0, 1), (kv.k, kv.v))
 

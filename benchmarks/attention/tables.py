@@ -1,136 +1,74 @@
-"""A result as tables for people."""
+"""A result of attention kernels as tables."""
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Any
+from benchmarks.output import Lines, Row
 
-from rich.table import Table
-
-from vmmkv.cli.output import make_table
-
-
-def tables(result: dict[str, Any]) -> list[Table]:
-    """A table for each case, for the small kernels and for host time, and for what was skipped."""
-    found = [decode_table(name, rows) for name, rows in by_case(result.get("decode", []))]
-    found += [prefill_table(name, rows) for name, rows in by_case(result.get("prefill", []))]
-    found += [shapes_table(name, rows) for name, rows in by_case(result.get("shapes", []))]
-    if "prompts" in result:
-        columns = "heads", "µs", "TFLOP/s", "of the first", "error"
-        rows = [(row["shape"], time_of(row), *prompt_cells(row), f"{row['error']:.1e}") for row in result["prompts"]]
-        found.append(make_table("a prompt of 8,192 tokens", columns, rows))
-    if "mixed" in result:
-        columns = "call", "µs", "µs of the host", "error"
-        rows = [
-            (row["call"], time_of(row), f"{row['host_microseconds']:.1f}", f"{row['error']:.1e}")
-            for row in result["mixed"]
-        ]
-        found.append(make_table("a step of prompts and decode", columns, rows))
-    found += [cascade_table(name, rows) for name, rows in by_case(result.get("cascade", []))]
-    if "copies" in result:
-        columns = "kernel", "layout", "µs", "GB/s", "of copy", "exact"
-        rows = [
-            (row["kernel"], layout_of(row), time_of(row), *rates_of(row), "yes" if row["exact"] else "NO")
-            for row in result["copies"]
-        ]
-        found.append(make_table("K and V of a prompt of 16,384 tokens, read and written", columns, rows))
-    if "rotary" in result:
-        columns = "kernel", "sequences", "µs", "µs of the host", "error"
-        rows = [
-            (
-                row["kernel"],
-                str(row["sequences"]),
-                time_of(row),
-                f"{row['host_microseconds']:.1f}",
-                f"{row['error']:.1e}",
-            )
-            for row in result["rotary"]
-        ]
-        found.append(make_table("Rotary embedding, and K and V, of a token each, one layer", columns, rows))
-    if "host" in result:
-        rows = [(row["call"], f"{row['host_microseconds']:.1f}") for row in result["host"]]
-        found.append(make_table("Host time of a call", ("call", "µs"), rows))
-    if result["skipped"]:
-        found.append(skipped_table(result["skipped"]))
-    return found
+LAYOUTS = {"contiguous": "contiguous", "token-major": "token-major", "paged-16": "blocks of 16"}
+KERNELS = {
+    "vmmkv, auto": "**vmmkv**",
+    "SDPA, cuDNN": "cuDNN through SDPA",
+    "FlashAttention-3": "FlashAttention-3",
+    "FlashInfer, tensor cores": "FlashInfer, tensor cores",
+    "FlashInfer": "FlashInfer",
+}
+ABSENT = {("SDPA, cuDNN", "paged-16"): "cannot", ("FlashAttention-3", "paged-16"): "not in this build"}
+DECODE = {
+    "16 x 4096": "16 x 4,096 tokens",
+    "64 x 4096": "64 x 4,096 tokens",
+    "ragged": "256 sequences of the Azure trace",
+}
+PREFILL = {"1 x 16384": "1 x 16,384 tokens", "2048 after 30000": "2,048 tokens after 30,000"}
 
 
-def by_case(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    return [(name, list(group)) for name, group in groupby(rows, lambda row: row["case"])]
+def decode_table(result: Row) -> Lines:
+    rows = kernel_rows(result["decode"], DECODE, "gb_per_s")
+    rows.append(("for comparison, a device copy", f"{result['bandwidth']['copy_gb_per_s']:.0f}", "", ""))
+    return ("decode, GB/s of K and V read", *LAYOUTS.values()), rows
 
 
-def decode_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    columns = ["kernel", "layout", "µs", "GB/s", "of copy", "of contiguous", "error"]
-    cells = [
-        [row["kernel"], layout_of(row), time_of(row), *rates_of(row), ratio_of(row), f"{row['error']:.1e}"]
-        for row in rows
+def prefill_table(result: Row) -> Lines:
+    return ("prefill, causal, TFLOP/s", *LAYOUTS.values()), kernel_rows(result["prefill"], PREFILL, "tflops")
+
+
+def kernel_rows(measured: list[Row], cases: dict[str, str], figure: str) -> list[tuple[str, ...]]:
+    """A row for each case and each kernel that ran in it, a cell for each layout."""
+    found = {(row["case"], row["kernel"], row["layout"]): f"{row[figure]:.0f}" for row in measured}
+    rows = []
+    for case, label in cases.items():
+        for kernel, name in KERNELS.items():
+            cells = [found.get((case, kernel, layout)) for layout in LAYOUTS]
+            if any(cells):
+                name += f", {label}" if kernel == "vmmkv, auto" else ""
+                rows.append((name, *(cell or ABSENT.get((kernel, layout), "") for cell, layout in zip(cells, LAYOUTS))))
+    return rows
+
+
+def shapes_table(result: Row) -> Lines:
+    """A line for each shape; a rate for each batch, and its time beside that of the first shape."""
+    cases = list(dict.fromkeys(row["case"] for row in result["shapes"]))
+    cells = {(row["shape"], row["case"]): row for row in result["shapes"]}
+    named = [" x ".join(f"{int(number):,}" for number in case.split(" x ")) for case in cases]
+    columns = [column for name in named for column in (f"{name} tokens, GB/s", "time of the first line's")]
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in result["shapes"]):
+        found = [cells[shape, case] for case in cases]
+        texts = [text for row in found for text in (f"{row['gb_per_s']:.0f}", f"{row['of_first_time']:.2f}")]
+        lines.append((shape, *texts))
+    return ("decode, heads", *columns), lines
+
+
+def prompts_table(result: Row) -> Lines:
+    return ("prefill of 8,192 tokens, heads", "TFLOP/s", "of the first line's"), [
+        (row["shape"], f"{row['tflops']:.0f}", f"{row['of_first_rate']:.2f}") for row in result["prompts"]
     ]
-    if "of_even" in rows[0]:
-        columns.append("of even")
-        for line, row in zip(cells, rows):
-            line.append(f"{row['of_even']:.1%}" if row["of_even"] else "-")
-    return make_table(f"decode, {name}", columns, cells)
 
 
-def prefill_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    columns = "kernel", "layout", "µs", "TFLOP/s", "of contiguous", "error"
-    cells = [
-        (row["kernel"], layout_of(row), time_of(row), f"{row['tflops']:.0f}", ratio_of(row), f"{row['error']:.1e}")
-        for row in rows
-    ]
-    return make_table(f"prefill, {name}", columns, cells)
+def part_table(rows: list[Row]) -> Lines:
+    """A line for each row, with all of its figures."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return tuple(columns), [tuple(cell(row.get(name)) for name in columns) for row in rows]
 
 
-def shapes_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    columns = "heads", "µs", "of the first", "GB/s", "of the first", "error"
-    cells = [
-        (
-            row["shape"],
-            time_of(row),
-            f"{row['of_first_time']:.2f}",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['of_first_rate']:.2f}",
-            f"{row['error']:.1e}",
-        )
-        for row in rows
-    ]
-    return make_table(f"decode of other shapes, {name}", columns, cells)
-
-
-def prompt_cells(row: dict[str, Any]) -> tuple[str, str]:
-    """TFLOP/s, and their share of the first shape's."""
-    return f"{row['tflops']:.0f}", f"{row['of_first_rate']:.2f}"
-
-
-def cascade_table(name: str, rows: list[dict[str, Any]]) -> Table:
-    columns = "kernel", "layout", "µs", "times as fast as decode", "error"
-    cells = [(row["kernel"], layout_of(row), time_of(row), f"{row['gain']:.2f}", f"{row['error']:.1e}") for row in rows]
-    return make_table(f"shared prefixes, {name}", columns, cells)
-
-
-def skipped_table(entries: list[dict[str, Any]]) -> Table:
-    """One line for each kernel and reason."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        cases.setdefault((entry["kernel"], entry["reason"]), []).append(entry["case"])
-    rows = [(kernel, "; ".join(dict.fromkeys(names)), reason) for (kernel, reason), names in cases.items()]
-    return make_table("Skipped", ("kernel", "cases", "reason"), rows)
-
-
-def layout_of(row: dict[str, Any]) -> str:
-    return f"{row['layout']}, {row['layers']} layers" if row["layout"] == "token-major" else row["layout"]
-
-
-def time_of(row: dict[str, Any]) -> str:
-    """Microseconds; those of a call that no CUDA graph could capture are named."""
-    return f"{row['microseconds']:.1f}" + ("" if row["captured"] else " (stream)")
-
-
-def rates_of(row: dict[str, Any]) -> tuple[str, str]:
-    """GB/s, and their share of the device copy's."""
-    return f"{row['gb_per_s']:.0f}", f"{row['of_copy']:.1%}"
-
-
-def ratio_of(row: dict[str, Any]) -> str:
-    """Time relative to that of the same kernel on contiguous tensors."""
-    return f"{row['of_contiguous']:.3f}" if row["of_contiguous"] else "-"
+def cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter_ns
 
 import torch
 
@@ -95,19 +94,6 @@ def capture(call: Call, calls: int) -> Repeated:
     return Repeated(graph.replay, calls, output, captured=True)
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 200, tries: int = 8) -> float:
-    """What a call costs its caller: many in a row without waiting for the device, the best of several tries."""
-    best = float("inf")
-    for _ in range(tries):
-        torch.cuda.synchronize()
-        start = perf_counter_ns()
-        for _ in range(calls):
-            call()
-        best = min(best, (perf_counter_ns() - start) / 1e3 / calls)
-    torch.cuda.synchronize()
-    return best
-
-
 def copy_bandwidth(device: torch.device, nbytes: int = 4 << 30) -> dict[str, float]:
     """GB/s of a large device copy, bytes read and bytes written, and of reading alone.
 
@@ -116,7 +102,4 @@ def copy_bandwidth(device: torch.device, nbytes: int = 4 << 30) -> dict[str, flo
     source = torch.randn(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copy, read = measure([lambda: target.copy_(source), source.sum], graph=False)
-    return {
-        "copy_gb_per_s": 2 * nbytes / copy.microseconds / 1e3,
-        "read_gb_per_s": nbytes / read.microseconds / 1e3,
-    }
+    return {"copy_gb_per_s": 2 * nbytes / copy.microseconds / 1e3, "read_gb_per_s": nbytes / read.microseconds / 1e3}

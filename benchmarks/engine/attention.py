@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vmmkv.kernels import RotateHalf, append, cascade, decode, mixed, prefill
+from vmmkv.kernels import RotateHalf, append, decode, mixed, prefill
 
 from .backend import KVBackend, Numbers
 from .model import Angles, rotate
@@ -26,8 +26,6 @@ class Batch:
         host: rows, starts and counts of new tokens once more, `[3, batch]`, for what calls a kernel for each sequence;
             None in a batch that a graph is made of.
         prompts: how many of them are prompts, or chunks of these, in a graph at most; others have one new token.
-        groups: `[groups + 1]` and `[groups]`, see `Groups`; None: no sequences have first tokens in common, or are
-            known to.
     """
 
     rows: torch.Tensor
@@ -36,7 +34,6 @@ class Batch:
     cu_seqlens: torch.Tensor
     host: Numbers | None
     prompts: int
-    groups: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 Write = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Angles, Batch], torch.Tensor]
@@ -65,9 +62,6 @@ def numba_attention(kv: KVBackend) -> Attend:
     def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         k, v = kv.kv(layer)
         lengths, table = (batch.seq_lens, batch.rows), kv.block_table
-        if batch.groups is not None:
-            groups = (batch.seq_lens, *batch.groups)
-            return cascade(q.unsqueeze(1), k, v, *groups, batch.rows, block_table=table).squeeze(1)
         if not batch.prompts:
             return decode(q.unsqueeze(1), k, v, *lengths, block_table=table).squeeze(1)
         if batch.host is not None and batch.prompts == len(batch.rows):
@@ -98,17 +92,13 @@ def torch_write(kv: KVBackend) -> Write:
 
 
 def torch_attention(kv: KVBackend) -> Attend:
-    """SDPA, a sequence at a time, of which each reads what its group has in common in the row of the first."""
+    """SDPA, a sequence at a time."""
 
     def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         outs = []
-        for (row, start, new), (first, common) in zip(split(batch), shared_by(batch)):
+        for row, start, new in split(batch):
             length = start + new.stop - new.start
-            states = tokens_of(kv, layer, row, length)
-            if common:
-                shared = tokens_of(kv, layer, first, common)
-                states = [torch.cat([before, own[common:]]) for before, own in zip(shared, states)]
-            k, v = (tokens.transpose(0, 1) for tokens in states)
+            k, v = (tokens.transpose(0, 1) for tokens in tokens_of(kv, layer, row, length))
             mask = torch.ones(length - start, length, dtype=torch.bool).tril(start)
             queries = q[new].transpose(0, 1)
             outs.append(scaled_dot_product_attention(queries, k, v, mask, enable_gqa=True).transpose(0, 1))
@@ -125,16 +115,6 @@ def tokens_of(kv: KVBackend, layer: int, row: int, length: int) -> list[torch.Te
     return [cache[blocks].flatten(0, 1)[:length] for cache in kv.kv(layer)]
 
 
-def shared_by(batch: Batch) -> list[tuple[int, int]]:
-    """For each sequence the row of its group's first, and how many tokens they have in common; 0: it is in none."""
-    found = [(row, 0) for row in batch.rows.tolist()]
-    bounds, tokens = map(torch.Tensor.tolist, batch.groups) if batch.groups else ([], [])
-    for begin, end, common in zip(bounds, bounds[1:], tokens):
-        if begin < end:
-            found[begin:end] = [(found[begin][0], common)] * (end - begin)
-    return found
-
-
 def split(batch: Batch) -> list[tuple[int, int, slice]]:
     """For each sequence its row, its first new position, and where its new tokens are in the batch."""
     assert batch.host is not None
@@ -142,3 +122,7 @@ def split(batch: Batch) -> list[tuple[int, int, slice]]:
     ends = counts.cumsum()
     spans = map(slice, (ends - counts).tolist(), ends.tolist())
     return list(zip(rows.tolist(), starts.tolist(), spans))
+
+
+Kernels = tuple[Callable[[KVBackend], Write], Callable[[KVBackend], Attend]]
+ATTENTION: dict[str, Kernels] = {"numba": (numba_write, numba_attention), "torch": (torch_write, torch_attention)}

@@ -1,10 +1,8 @@
-"""What the engine asks of a KV cache."""
+"""The interface of a KV cache to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,37 +12,6 @@ Numbers = npt.NDArray[np.int64]
 Rows = Numbers
 Ids = Numbers
 """Token ids, `[tokens]`."""
-Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a backend, and its mapper, have had the driver do so far.
-
-    Attributes:
-        driver_seconds: in calls on the engine's thread, by name; a part of the cache manager's time.
-        mapper_seconds: in calls on the mapper's, by name, and `mapper_calls`, how many.
-        pages_mapped: ahead of need, and in need.
-    """
-
-    driver_seconds: Mapping[str, float] = field(default_factory=dict)
-    mapper_seconds: Mapping[str, float] = field(default_factory=dict)
-    mapper_calls: Mapping[str, int] = field(default_factory=dict)
-    pages_mapped: Mapping[str, int] = field(default_factory=dict)
-
-    def __sub__(self, before: Self) -> Work:
-        """What was done since."""
-        return Work(
-            since(self.driver_seconds, before.driver_seconds),
-            since(self.mapper_seconds, before.mapper_seconds),
-            since(self.mapper_calls, before.mapper_calls),
-            since(self.pages_mapped, before.pages_mapped),
-        )
-
-
-def since(now: Mapping[str, Number], before: Mapping[str, Number]) -> dict[str, Number]:
-    """By how much each value has grown."""
-    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 class KVBackend(Protocol):
@@ -60,61 +27,47 @@ class KVBackend(Protocol):
         """Whether there is a row and room for one more sequence of `tokens`, and for `spare` tokens of any."""
 
     def admit(self, tokens: int) -> int:
-        """Starts a sequence that will have so many tokens, and promises no room yet; returns its row."""
+        """Start a sequence that will have so many tokens, and promise no room yet; return its row."""
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:
-        """Makes room for so many more tokens in each of these rows; False: not in all, and nothing changed.
+        """Make room for so many more tokens in each of these rows; False: not in all, and nothing changed.
 
         The device's block table follows on the current stream.
         """
 
     def free(self, rows: list[int]) -> None:
-        """Ends sequences. What the device still reads stays as it is until it has."""
+        """End sequences. Memory that the device still reads stays as it is until the reads are done."""
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, `[rows, max_seq_len, num_kv_heads, head_dim]`, or in blocks."""
 
     def physical_bytes(self) -> int:
-        """Device memory that it takes now."""
+        """Device memory in use."""
 
-    def work(self) -> Work:
-        """What the driver has done for it so far."""
+    def work(self) -> dict[str, float]:
+        """Seconds so far in driver calls of the engine's thread, `driver`, and of the mapper's, `mapper`, and pages
+        mapped `ahead` of need and `in need`; empty where there are none."""
 
     def give_back(self) -> None:
-        """Gives memory that no sequence uses back to the system, where it can."""
+        """Give memory that no sequence uses back to the system."""
 
     def close(self) -> None:
-        """Gives all memory back."""
-
-
-class ReusingKV(KVBackend, Protocol):
-    """A backend whose sequences begin with K and V that others have computed of the same token ids. What it knows stays
-    when a sequence is freed, as far as nobody else needs the memory, and goes with `give_back`."""
+        """Give all memory back."""
 
     def begin(self, ids: Ids, tokens: int, spare: int | None) -> tuple[int, int] | None:
-        """Starts a sequence of these ids, which will have so many tokens, with what is there of it; None: there is no
-        room for it and for `spare` tokens of any. No room is promised.
-
-        Args:
-            spare: None: it is alone, and takes what there is.
-
-        Returns:
-            Its row, and how many of its tokens are there: never the last one.
-        """
+        """Start a sequence of these ids, which will have `tokens` tokens, with the known K and V of them; return its
+        row, and how many are known, never the last one. None: there is no room for it and for `spare` tokens of any;
+        without `spare` it runs alone, and takes all memory there is. No room is promised. Only with reuse."""
 
     def commit(self, row: int, ids: Ids) -> None:
-        """Makes the first tokens of a sequence, whose K and V are written, known under their ids."""
-
-
-class SuspendingKV(KVBackend, Protocol):
-    """A backend whose sequences can go to the host and come back, to the row that they had."""
+        """Make the first tokens of a sequence, whose K and V are written, known under their ids. Only with reuse."""
 
     def suspend(self, row: int) -> bool:
-        """Moves a sequence to the host; False: it stays, as that costs more than to compute it anew, or the host has no
-        room. Suspended ones can be freed as others."""
+        """Move a sequence to the host; False: it stays, as that costs more than to compute it anew, or the host has no
+        room. Suspended sequences can be freed as others. Only rows can."""
 
     def resume(self, row: int, tokens: int, spare: int | None) -> bool:
-        """Moves a sequence back, which will have so many tokens; False: there is no room for them, see `ReusingKV`."""
+        """Move a sequence back, which will have `tokens` tokens; False: no room, see `begin`. Only rows can."""
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

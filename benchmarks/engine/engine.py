@@ -1,66 +1,49 @@
 """The loop: steps of a schedule on the device, one ahead of it, as CUDA graphs.
 
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
-those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
-a step it waits for the one before, and so knows when tokens were there. It can be had to wait for each step at once, as
-engines have to that look at tokens; and not to know how long answers are: then a request ends when its last token has
-been seen, and may have taken part in one step more.
+those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched a
+step it waits for the step before, and so knows when tokens were there. With `wait` it waits for each step at once, as
+an engine must that looks at tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
 import torch
 
-from .attention import Batch
+from .attention import ATTENTION, Batch
 from .backend import KVBackend, Numbers, pinned
-from .groups import MOST, Groups
-from .in_flight import InFlight
+from .blocks import PagedKV, ReusingPagedKV
 from .model import Angles, Model
-from .paged import PagedKV
-from .peers import ATTENTION, WRITE, FlashInfer
-from .reusing_blocks import ReusingPagedKV
-from .reusing_rows import ReusingVmmKV
-from .run import Run
+from .rows import VmmKV
+from .run import InFlight, Run, SeenTokens
 from .schedule import Schedule, Step
-from .seen import SeenTokens
-from .static import StaticKV
-from .suspending import SuspendingVmmKV
-from .vmm import VmmKV
 
-BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
-REUSING: dict[str, Callable[..., KVBackend]] = {"vmm": ReusingVmmKV, "paged": ReusingPagedKV}
-"""Those that begin sequences with what others have computed."""
-SUSPENDING: dict[str, Callable[..., KVBackend]] = {"vmm": SuspendingVmmKV}
-"""Those whose preempted sequences may go to the host."""
+BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV}
 
 
 class Engine:
     """Serves requests with a model and a KV backend.
 
     Args:
-        backend: "vmm", "paged" or "static".
+        backend: "vmm" or "paged".
         max_bytes: for K and V.
         max_sequences: requests that run at a time.
         max_seq_len: tokens of the longest request.
         max_tokens: tokens of all requests of a run together, and one more for each.
         chunk: tokens of prompts in a step.
-        attention: "numba", our kernels, "torch", "fa3" (rows) or "flashinfer" (blocks); None: ours on a GPU.
-        temperature: of sampling; 0 takes the likeliest token.
-        graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and with our attention, which
-            takes no lengths from the host, prompts by number of tokens.
-        reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
-            brought to the host for it, behind the next one. Our attention, and torch's, reads what several sequences
-            have begun with once for all of them.
-        suspend: preempted requests where that is cheaper than to compute them anew, with a backend of `SUSPENDING`.
+        attention: "numba", our kernels, or "torch"; None: ours on a GPU.
+        graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and, with our kernels, which
+            take no lengths from the host, prompts by number of tokens.
+        reuse: begin prompts with known K and V; the tokens of each step are copied to the host for it, behind the next
+            step.
+        suspend: preempted requests where that is cheaper than to compute them anew, on rows.
         late: see `Schedule`.
-        options: of the backend beside these, as `lookahead` and `pool` of "vmm".
+        options: of the backend beside these, as `pool` of "vmm".
     """
 
     def __init__(
@@ -74,7 +57,6 @@ class Engine:
         *,
         chunk: int = 2048,
         attention: str | None = None,
-        temperature: float = 0.0,
         graphs: bool = True,
         reuse: bool = False,
         suspend: bool = False,
@@ -82,63 +64,46 @@ class Engine:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
-        self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
+        self.max_sequences, self.chunk = max_sequences, chunk
         self.reuse, self.suspend, self.late = reuse, suspend, late
         layout = model.config.kv_layout(model.dtype)
-        make = (REUSING if reuse else SUSPENDING if suspend else BACKENDS)[backend]
+        make = ReusingPagedKV if reuse and backend == "paged" else BACKENDS[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
-        usual = "numba" if self.device.type == "cuda" else "torch"
-        attention = attention or usual
-        self.write = WRITE.get(attention, WRITE[usual])(self.kv)
-        self.attention = ATTENTION[attention](self.kv)
-        self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
+        attention = attention or ("numba" if self.device.type == "cuda" else "torch")
+        self.write, self.attention = (make_kernel(self.kv) for make_kernel in ATTENTION[attention])
         # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
-        # where the last one ends, two by sequence that samples. Decode alone takes less; beside that two by group, and
-        # one more.
-        self.inputs = torch.zeros(8 * max_sequences + 2 * (chunk + MOST + 1), dtype=torch.int32, device=self.device)
+        # where the last one ends, two by sequence that samples. Decode alone takes less.
+        self.inputs = torch.zeros(8 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.group_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
         self.use_prompt_graphs = self.use_graphs and attention == "numba"
-        self.use_groups = reuse and attention in ("numba", "torch")
         self.hidden = torch.empty(0)
         """Where graphs of prompts, if there are any, leave hidden states, of which some are sampled from."""
-
-    # ------------------------------------------------------------------ requests
 
     @torch.inference_mode()
     def run(
         self,
         prompts: list[torch.Tensor],
         outputs: list[int],
-        arrivals: list[float] | None = None,
         *,
         wait: bool = False,
-        unknown: bool = False,
         deadline: float = float("inf"),
-        progress: Callable[[int], object] = lambda finished: None,
     ) -> Run:
-        """Serves requests to their end.
+        """Serve requests that all wait from the start to their end.
 
         Args:
             prompts: int64 `[tokens]` each.
             outputs: tokens to generate for each.
-            arrivals: seconds after the start, ascending; None: all at once.
-            wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
-                the host is a step ahead of the device.
-            unknown: whether the schedule learns that a request has ended from its last token alone, as if that were an
-                EOS token.
+            wait: for the tokens of each step before anything else is done; else the host is a step ahead.
             deadline: `perf_counter()` when to stop, finished or not.
-            progress: called with the number of finished requests.
 
         Raises:
             ValueError: a request is too long for the backend, or all are for `max_tokens`.
         """
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
-        times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
         seen = SeenTokens(prompts, sizes + counts + 1) if self.reuse else None
         schedule = Schedule(
             self.kv,
@@ -149,15 +114,15 @@ class Engine:
             late=self.late,
             ids=seen.of if seen else None,
             suspend=self.suspend,
-            unknown=unknown,
         )
         self._take_tokens(prompts, sizes + counts + 1)
         if self.use_graphs and not self.graphs:
             self._capture()
-        run = Run(times, sizes, counts)
+        schedule.waiting.extend(range(len(prompts)))
+        run = Run(sizes, counts)
         flight = InFlight(run, seen)
         try:
-            self._serve(schedule, flight, wait, deadline, progress)
+            self._serve(schedule, flight, wait, deadline)
         finally:
             schedule.remove_all()
         run.seconds = flight.now()
@@ -168,31 +133,16 @@ class Engine:
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 
-    def _serve(
-        self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float, progress: Callable[[int], object]
-    ) -> None:
-        """Runs steps until all requests have finished, or it is too late."""
+    def _serve(self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float) -> None:
+        """Run steps until all requests have finished, or it is too late."""
         run = flight.run
-        arrived = finished = 0
-        while finished < len(run.arrivals) and perf_counter() < deadline:
-            if schedule.unknown and flight.ended:
-                schedule.remove(flight.ended)
-                finished += len(flight.ended)
-                progress(finished)
-                flight.ended.clear()
-                continue
+        finished = 0
+        while finished < len(run.outputs) and perf_counter() < deadline:
             now = flight.now()
-            there = int(np.searchsorted(run.arrivals, now, "right"))
-            schedule.waiting.extend(range(arrived, there))
-            arrived = there
             start, managed = perf_counter_ns(), schedule.manager_ns
             step = schedule.next()
             if step is None:
-                if flight:
-                    flight.complete()
-                else:
-                    flight.pause(min(run.arrivals[arrived] - now, deadline - perf_counter()))
-                continue
+                break
             self._begin_step(schedule, step, flight)
             run.host_ns += perf_counter_ns() - start
             if wait:
@@ -205,9 +155,7 @@ class Engine:
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
             if len(flight) > 1:
                 flight.complete()
-            if leaving:
-                finished += len(leaving)
-                progress(finished)
+            finished += len(leaving)
         while flight:
             flight.complete()
 
@@ -233,8 +181,6 @@ class Engine:
             tokens[offset : offset + len(prompt)] = prompt
         self.tokens[: len(tokens)] = tokens.to(self.device)
 
-    # ------------------------------------------------------------------ steps
-
     def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
         """Launches decode, or prompts and decode in one forward pass. With reuse it returns what is sampled, which is
         there when the step is done."""
@@ -246,30 +192,24 @@ class Engine:
             last = counts.cumsum()[starts + counts == schedule.known[requests]] - 1
             targets = self._launch_prompts(offsets, host, len(step.prefill), last, ends)
         else:
-            targets = self._launch_decode(offsets, host, ends, step.groups if self.use_groups else None)
+            targets = self._launch_decode(offsets, host, ends)
         return self.tokens[targets].to("cpu", non_blocking=True) if self.reuse else None
 
-    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers, groups: Groups | None) -> torch.Tensor:
-        """A token of each sequence, from a graph where there is one; returns where samples go."""
+    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers) -> torch.Tensor:
+        """Compute a token of each sequence, from a graph where there is one; return where samples go."""
         size = padded(len(offsets), self.graphs)
-        *_, targets = self._send([*self._decode_inputs(offsets, host, size), *group_inputs(groups), ends])
-        graph = (self.group_graphs if groups else self.graphs).get(size)
-        self._plan(host, 0, size if graph else 0)
-        if graph:
+        *_, targets = self._send([*self._decode_inputs(offsets, host, size), ends])
+        if graph := self.graphs.get(size):
             graph.replay()
         else:
-            self._decode(size, host, has_groups=groups is not None)
+            self._decode(size, host)
         return targets
 
     def _launch_prompts(
         self, offsets: Numbers, host: Numbers, prompts: int, last: Numbers, ends: Numbers
     ) -> torch.Tensor:
-        """New tokens of each sequence, from a graph where there is one, and samples of some; returns where these go.
-
-        Args:
-            host, prompts: as of a `Batch`.
-            last: which of the new tokens are sampled behind, and `ends`, where each sample goes.
-        """
+        """Compute new tokens of each sequence, from a graph where there is one, and sample behind those at `last`;
+        return where samples go, the `ends` of their requests."""
         tokens = padded(int(host[2].sum()), self.prompt_graphs)
         graph = self.prompt_graphs.get(tokens)
         arrays = self._prefill_inputs(offsets, host, self.max_sequences if graph else len(offsets), tokens)
@@ -278,7 +218,6 @@ class Engine:
             graph.replay()
             hidden = self.hidden
         else:
-            self._plan(host, prompts)
             hidden = self._prefill(inputs, host, prompts)
         if len(targets):
             self._sample(hidden[sampled], targets)
@@ -289,11 +228,6 @@ class Engine:
         flat = np.concatenate(arrays).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         return list(inputs.split(list(map(len, arrays))))
-
-    def _plan(self, host: Numbers, prompts: int, size: int = 0) -> None:
-        """Tells attention what comes, where it has to know, see `FlashInfer.plan`."""
-        if self.planned:
-            self.planned.plan(host, prompts, self.model.config.num_heads, size)
 
     def _decode_inputs(self, offsets: Numbers, host: Numbers, size: int) -> list[Numbers]:
         """What `_decode` takes, padded to so many sequences."""
@@ -319,15 +253,12 @@ class Engine:
             pad(np.append(0, ends), batch + 1, int(ends[-1])),
         ]
 
-    def _decode(self, size: int, host: Numbers | None = None, *, has_groups: bool = False) -> None:
-        """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
-        sizes = [size, size, size, size + 1, MOST + 1, MOST]
-        places, rows, seq_lens, cu_seqlens, bounds, tokens = self.inputs[: sum(sizes)].split(sizes)
+    def _decode(self, size: int, host: Numbers | None = None) -> None:
+        """Compute a token of each sequence of a batch, whose indices are at the beginning of the inputs."""
+        sizes = [size, size, size, size + 1]
+        places, rows, seq_lens, cu_seqlens = self.inputs[: sum(sizes)].split(sizes)
         positions = (seq_lens - 1).clamp_(min=0)
-        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0)
-        if has_groups:
-            batch = replace(batch, groups=(bounds, tokens))
-        hidden = self._forward(places, positions, batch)
+        hidden = self._forward(places, positions, Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0))
         self._sample(hidden, places + 1)
 
     def _prefill(self, inputs: list[torch.Tensor], host: Numbers | None, prompts: int) -> torch.Tensor:
@@ -347,14 +278,7 @@ class Engine:
 
     def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
         """A token behind each of some hidden states, written where it belongs."""
-        logits = self.model.logits(hidden)
-        if self.temperature:
-            # The largest of p / e with exponential e is a sample of p: no search, no wait.
-            p = (logits.float() / self.temperature).softmax(-1)
-            logits = p / torch.empty_like(p).exponential_()
-        self.tokens[targets] = logits.argmax(-1)
-
-    # ------------------------------------------------------------------ CUDA graphs
+        self.tokens[targets] = self.model.logits(hidden).argmax(-1)
 
     def _capture(self) -> None:
         """A graph for each of some numbers of tokens, and for each of some batch sizes of decode, made with padding
@@ -370,10 +294,7 @@ class Engine:
                 self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
         most = max(self.max_sequences, 2)
         for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
-            self._plan(np.zeros((3, 0), np.int64), 0, size)
             self.graphs[size] = self._graph_of(self._decode, size, pool)
-            if self.use_groups:
-                self.group_graphs[size] = self._graph_of(partial(self._decode, has_groups=True), size, pool)
         torch.cuda.synchronize()
 
     def _graph_of(self, function: Callable[[int], None], size: int, pool: Any) -> torch.cuda.CUDAGraph:
@@ -397,14 +318,8 @@ class Engine:
     def close(self) -> None:
         """Gives all memory back; the engine is of no use any more."""
         self.graphs.clear()
-        self.group_graphs.clear()
         self.prompt_graphs.clear()
         self.kv.close()
-
-
-def group_inputs(groups: Groups | None) -> list[Numbers]:
-    """What `_decode` takes of groups, padded with empty ones; nothing, where there are none."""
-    return [pad(groups.bounds, MOST + 1, int(groups.bounds[-1])), pad(groups.tokens, MOST)] if groups else []
 
 
 def padded(size: int, graphs: Iterable[int]) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ class Config:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     rms_norm_eps: float = 1e-5
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 500_000.0})
-    """`rope_theta`, and Llama 3's scaling where there is one."""
+    rope_theta: float = 500_000.0
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Of K and V in this dtype."""
@@ -137,17 +135,8 @@ def rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
 
 
 def rope_frequencies(config: Config) -> torch.Tensor:
-    """Radians a token for each pair of dims; Llama 3 slows those down that turn less than once in its first context."""
-    rope, dims = config.rope, torch.arange(0, config.head_dim, 2).float()
-    frequencies = rope["rope_theta"] ** (-dims / config.head_dim)
-    if rope.get("rope_type", "default") == "default":
-        return frequencies
-    if rope["rope_type"] != "llama3":
-        raise ValueError(f"got RoPE of type {rope['rope_type']!r}; this engine knows 'default' and 'llama3'")
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope["factor"])
+    """Radians a token for each pair of dims."""
+    return config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:

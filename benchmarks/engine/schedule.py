@@ -1,13 +1,12 @@
-"""Who runs: continuous batching with chunked prefill, first come first served. Arithmetic on the host, no device.
+"""Continuous batching with chunked prefill, first come first served: arithmetic on the host.
 
-A request has `known` tokens, those of its prompt and those sampled so far, and K and V of `computed` of them. One that
-lacks K and V of one token decodes: it takes part in every step. One that lacks more is a prompt, and gets a chunk of
-what the step's budget leaves. Room is made step by step, for the tokens that it computes; where there is none, the
-request that came last is preempted: it keeps its tokens and computes K and V anew, or comes back from the host with
-them, where the backend suspends sequences and holds that cheaper.
+A request has `known` tokens, those of its prompt and those sampled so far, and K and V of `computed` of them. A request
+that lacks K and V of one token decodes, in every step; one that lacks more is a prompt, and gets a chunk of what the
+step's budget leaves. Room is made step by step; where there is none, the request that came last is preempted: it keeps
+its tokens and computes K and V anew, or comes back from the host with them.
 
-With prefix reuse a request begins with `computed` tokens that others have made known. It makes known what it computes
-itself: a prompt after each chunk, generated tokens at its end, as far as the host has seen them.
+With prefix reuse a request begins with known K and V. It commits what it computes: a prompt after each chunk, generated
+tokens at its end, as far as the host has seen them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .backend import Ids, KVBackend, Numbers, ReusingKV, SuspendingKV
-from .groups import Beginnings, Groups
+from .backend import Ids, KVBackend, Numbers
 
 T = TypeVar("T")
 
@@ -38,14 +36,12 @@ class Step:
         decode: requests that compute their last token.
         prefill: requests that compute a chunk of several tokens, and `counts`, how many.
         sampled: requests that get a new token.
-        groups: of `decode`, those that began alike, where that is worth it, and no prompts are beside them.
     """
 
     decode: Numbers
     prefill: Numbers
     counts: Numbers
     sampled: Numbers
-    groups: Groups | None = None
 
 
 class Schedule:
@@ -55,19 +51,17 @@ class Schedule:
         kv: where K and V go.
         prompts: tokens of each prompt.
         outputs: tokens to generate for each; nothing stops earlier.
-        unknown: whether requests go on until they are removed; `outputs` then says only what there must be room for.
         max_sequences: requests that run at a time.
         chunk: tokens of prompts in a step.
         late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
             have computed; otherwise as soon as there is room.
-        ids: of a request the tokens that the host has seen, for prefix reuse with a `ReusingKV`; None: no reuse.
-        suspend: preempted requests, with a `SuspendingKV`.
+        ids: the tokens of a request that the host has seen, for prefix reuse; None: no reuse.
+        suspend: preempted requests, where the backend can.
 
     Attributes:
-        cached: by request how many tokens were there when it first started.
-        preempted: by request how often it lost its room to others, and `suspensions`, how often one of them kept K and
-            V on the host.
-        recomputed: tokens whose K and V were computed anew for it.
+        cached: by request, the tokens that were known when it first started.
+        preempted: by request, how often it lost its room; and `suspensions`, how often one kept K and V on the host.
+        recomputed: tokens whose K and V were computed anew.
         manager_ns: host time in the cache manager.
 
     Raises:
@@ -76,7 +70,7 @@ class Schedule:
 
     def __init__(
         self,
-        kv: KVBackend | ReusingKV | SuspendingKV,
+        kv: KVBackend,
         prompts: Numbers,
         outputs: Numbers,
         max_sequences: int,
@@ -85,21 +79,14 @@ class Schedule:
         late: bool = False,
         ids: Callable[[int], Ids] | None = None,
         suspend: bool = False,
-        unknown: bool = False,
     ) -> None:
-        self.kv = kv
-        self.unknown = unknown
-        self.max_sequences = max_sequences
-        self.chunk = chunk
-        self.late = late
-        self.ids = ids
-        self.suspend = suspend
+        self.kv, self.max_sequences, self.chunk = kv, max_sequences, chunk
+        self.late, self.ids, self.suspend = late, ids, suspend
         self.total = prompts + outputs
         if not kv.fits(int(self.total.max())):
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
         self.known = prompts.copy()
         self.computed = np.zeros_like(prompts)
-        self.beginnings = Beginnings(len(prompts))
         self.row = np.full_like(prompts, -1)
         self.cached = np.full_like(prompts, -1)
         self.waiting: deque[int] = deque()
@@ -134,10 +121,7 @@ class Schedule:
         wanted = lacking[lacking > 1]
         counts = np.minimum(wanted, self.chunk - (wanted.cumsum() - wanted))
         prefill, counts, wanted = (array[counts > 0] for array in (prefill, counts, wanted))
-        groups = None
-        if self.ids is not None and not len(prefill):
-            decode, groups = self.beginnings.grouped(decode, self.known[decode])
-        return Step(decode, prefill, counts, np.concatenate([decode, prefill[counts == wanted]]), groups)
+        return Step(decode, prefill, counts, np.concatenate([decode, prefill[counts == wanted]]))
 
     def _admit(self) -> None:
         while self.waiting and not self.blocked and len(self.running) < self.max_sequences and self._has_tokens_left():
@@ -173,11 +157,7 @@ class Schedule:
             row, computed = int(self.row[request]), int(self.computed[request])
             return (row, computed) if self._timed(self.kv.resume, row, tokens, spare) else None
         if self.ids is not None:
-            ids = self.ids(request)
-            begun = self._timed(self.kv.begin, ids, tokens, spare)
-            if begun:
-                self.beginnings.note(request, ids[: begun[1]])
-            return begun
+            return self._timed(self.kv.begin, self.ids(request), tokens, spare)
         if spare is not None and not self._timed(self.kv.fits, tokens, spare):
             return None
         return self._timed(self.kv.admit, tokens), 0
@@ -201,25 +181,20 @@ class Schedule:
         self._commit(step.prefill.tolist())
         if len(step.prefill):
             self.blocked = False  # what they were promised may lie in memory that their rows had already
-        if self.unknown:
-            return []
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
-        self.remove(finished)
+        self._remove(finished)
         self._admit()  # while the device is at work: what they expect is mapped meanwhile
         return finished
 
     def remove_all(self) -> None:
-        """Ends all requests that run, or are suspended."""
-        self.remove(np.flatnonzero(self.row >= 0).tolist())
+        """End all requests that run, or are suspended."""
+        self._remove(np.flatnonzero(self.row >= 0).tolist())
 
-    def remove(self, requests: list[int]) -> None:
-        """Ends requests that have begun, wherever they are."""
+    def _remove(self, requests: list[int]) -> None:
         if requests:
             ended = set(requests)
             self.running = [request for request in self.running if request not in ended]
-            if self.unknown:  # one may have been preempted while its last token was on its way
-                self.waiting = deque(request for request in self.waiting if request not in ended)
-            self._free([request for request in requests if self.row[request] >= 0])
+            self._free(requests)
 
     def _commit(self, requests: list[int]) -> None:
         """Makes what requests have computed known, with prefix reuse."""

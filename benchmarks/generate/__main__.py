@@ -19,20 +19,19 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from benchmarks.environment import environment, print_result
+from benchmarks.environment import environment
+from benchmarks.geometry import free_memory
+from benchmarks.output import deliver
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors
+from vmmkv.cli.output import errors
 from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
-from .caches import BASELINE, renew
-from .cells import Cell, Figures, Outset, failure, free_memory, measure
+from .cells import BASELINE, CPU, GPU, Cell, Figures, Outset, Plan, failure, measure, renew
 from .decode import Run
 from .models import build, token_bytes
-from .plans import CPU, GPU, Plan
 from .tables import shape, tables
 
 ERROR_BOUND = 0.08
@@ -55,10 +54,8 @@ def main(
     if not batches:
         raise typer.BadParameter(f"{only} is none of {sorted({model for model, _ in plan.batches})}")
     result = run(replace(plan, batches=batches), where, layers, budget_seconds)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    models = dict.fromkeys(model for model, _ in batches)
+    deliver(result, json_output, {title: table for model in models for title, table in tables(model).items()})
     wrong = wrong_cells(result)
     for cell in wrong:
         errors.print(f"Wrong: {cell}", style="red", markup=False)
@@ -78,19 +75,16 @@ def run(plan: Plan, device: torch.device, layers: int | None, budget_seconds: fl
         "cells": [],
     }
     left_because = "no time was left"
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("Building a model", total=len(cells))
-        try:
-            for figures in measure_cells(cells, plan, device, layers):
-                result["cells"].append(figures)
-                description = f"{figures['model']}, {figures['batch']} x {figures['prompt']}: {figures['contender']}"
-                progress.update(task, advance=1, description=description)
-                if monotonic() > deadline:
-                    break
-        except KeyboardInterrupt:
-            left_because = "stopped"
-        except RuntimeError as error:  # where a kernel broke the device, what was measured before is still good
-            left_because = failure(error)["reason"]
+    try:
+        for figures in measure_cells(cells, plan, device, layers):
+            result["cells"].append(figures)
+            errors.print("{model}, {batch} x {prompt}: {contender}".format(**figures), highlight=False)
+            if monotonic() > deadline:
+                break
+    except KeyboardInterrupt:
+        left_because = "stopped"
+    except RuntimeError as error:  # a kernel broke the device: the cells before are still good
+        left_because = failure(error)["reason"]
     left = {"status": "not reached", "reason": left_because}
     result["cells"] += [cell.describe() | left for cell in cells[len(result["cells"]) :]]
     set_ratios(result)
@@ -135,16 +129,11 @@ def measure_contender(
 
 
 def set_ratios(result: Figures) -> None:
-    """Sets each cell against the baseline's speed in the same cell, and against the time that the device needs to
-    copy as many bytes as weights, K and V have."""
+    """Set each cell against the baseline's speed in the same cell."""
     cells = [cell for cell in result["cells"] if cell["status"] == "measured"]
     baseline = {shape(cell): cell["step_ms"] for cell in cells if cell["contender"] == BASELINE.name}
     for cell in cells:
         cell["of_baseline"] = baseline[shape(cell)] / cell["step_ms"] if shape(cell) in baseline else None
-        bandwidth = result["copy_gb_per_s"]
-        nbytes = cell["weight_bytes"] + cell["live_bytes"]
-        cell["floor_ms"] = nbytes / bandwidth / 1e6 if bandwidth else None
-        cell["of_floor"] = cell["step_ms"] / cell["floor_ms"] if bandwidth else None
 
 
 def wrong_cells(result: Figures) -> list[Figures]:
@@ -154,15 +143,6 @@ def wrong_cells(result: Figures) -> list[Figures]:
         for cell in result["cells"]
         if cell["status"] == "failed" or (cell["status"] == "measured" and not cell["logits_error"] <= ERROR_BOUND)
     ]
-
-
-def show(result: Figures) -> None:
-    versions = (f"{name} {result['environment'][name]}" for name in ("torch", "transformers"))
-    console.print(result["environment"]["device"], *versions)
-    if result["copy_gb_per_s"]:
-        console.print(f"Device copy {result['copy_gb_per_s']:.0f} GB/s")
-    for table in tables(result):
-        console.print(table)
 
 
 if __name__ == "__main__":

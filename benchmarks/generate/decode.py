@@ -79,9 +79,7 @@ class Run:
     peak_bytes: int | None
 
 
-def decode(
-    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, compiled: bool = False, **options: Any
-) -> Run:
+def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, new_tokens: int, compiled: bool = False) -> Run:
     """`generate`, from prompts without padding, `[batch_size, tokens]`, of which the cache may hold a part."""
     vocabulary = model.config.vocab_size
     observer = Observer((ids[:, 0] + 1) % vocabulary, vocabulary)
@@ -97,7 +95,6 @@ def decode(
         pad_token_id=0,
         disable_compile=not compiled,
         logits_processor=LogitsProcessorList([observer]),
-        **options,
     )
     first, *steps = observer.clock.seconds()
     peak = torch.cuda.max_memory_allocated() if ids.is_cuda else None

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-
-def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> LlamaConfig:
-    """A Llama 3.1."""
-    return LlamaConfig(
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "Llama-3.1-8B": LlamaConfig(
         vocab_size=128_256,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
@@ -27,12 +25,7 @@ def _llama(hidden_size: int, intermediate_size: int, layers: int, heads: int) ->
         },
         bos_token_id=128_000,
         eos_token_id=None,  # random weights must not end a sequence
-    )
-
-
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "Llama-3.1-8B": _llama(4096, 14_336, 32, 32),
-    "Llama-3.1-70B": _llama(8192, 28_672, 80, 64),
+    ),
     "Qwen3-0.6B": Qwen3Config(
         vocab_size=151_936,
         hidden_size=1024,

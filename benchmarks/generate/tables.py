@@ -1,80 +1,74 @@
-"""A result as tables for people."""
+"""A result of `generate` as tables."""
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable
 
-from rich.table import Table
+from benchmarks.output import Lines, Row
+from vmmkv.cli.output import format_bytes
 
-from vmmkv.cli.output import format_bytes, make_table
-
-SPEED = "speed", "ms", "tokens/s", "speed-up", "/ floor", "TTFT", "chunked"
-MEMORY = "memory", "peak", "KV peak", "KV held", "copied", "SDPA", "error"
-
-
-def tables(result: dict[str, Any]) -> list[Table]:
-    """Two tables for each model, batch and prompt, and one of what there is no figure of.
-
-    Times are milliseconds: of a decode step, to the first token, and to it where the prompt comes in chunks. Speed-ups
-    are against `DynamicCache` left alone. Peaks are of decode steps, above the weights; those of K and V, and what
-    the cache holds at the end, are relative to the tokens' own bytes. `copied` is bytes a step, `error` of logits.
-    """
-    cells = sorted(result["cells"], key=shape)
-    found = [table for _, group in groupby(filter(measured, cells), key=shape) for table in shape_tables(list(group))]
-    others = [
-        (f"{cell['model']}, {cell['batch']} x {cell['prompt']}", cell["contender"], cell["status"], cell["reason"])
-        for cell in cells
-        if not measured(cell)
-    ]
-    return [*found, make_table("No figures", ("cell", "contender", "", "why"), others)] if others else found
+LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
+Shape = tuple[int, int]
+"""Sequences, and tokens of each prompt."""
+SHAPES = (1, 512), (1, 8192), (1, 32_768), (8, 512), (8, 32_768), (32, 8192)
+"""Of the table in the docs."""
 
 
-def shape(cell: dict[str, Any]) -> tuple[str, int, int]:
-    return cell["model"], cell["batch"], cell["prompt"]
-
-
-def measured(cell: dict[str, Any]) -> bool:
+def measured(cell: Row) -> bool:
     return bool(cell["status"] == "measured")
 
 
-def shape_tables(cells: list[dict[str, Any]]) -> tuple[Table, Table]:
-    first = cells[0]
-    model, batch, prompt = shape(first)
-    title = f"{model}, {batch} x {prompt} ({first['prompt_kv']} K and V), {first['steps_timed']} steps"
-    if first["floor_ms"]:
-        title += f"; floor {first['floor_ms']:.2f} ms"
-    return make_table(title, SPEED, map(speed, cells)), make_table("", MEMORY, map(memory, cells))
+def step_ms(cell: Row) -> str:
+    return f"{cell['step_ms']:.1f}"
 
 
-def speed(cell: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        cell["contender"],
-        number(cell["step_ms"], ".2f"),
-        number(cell["tokens_per_s"], ".0f"),
-        number(cell["of_baseline"], ".2f"),
-        number(cell["of_floor"], ".2f"),
-        number(cell["ttft_ms"], ".1f"),
-        number(cell["ttft_chunked_ms"], ".1f"),
-    )
+def peak(cell: Row) -> str:
+    return "-" if cell["kv_peak_bytes"] is None else f"{cell['kv_peak_bytes'] / cell['live_bytes']:.3f}"
 
 
-def memory(cell: dict[str, Any]) -> tuple[str, ...]:
-    live, kv_peak = cell["live_bytes"], cell["kv_peak_bytes"]
-    return (
-        cell["contender"],
-        size(cell["peak_bytes"]),
-        number(None if kv_peak is None else kv_peak / live, ".3f"),
-        number(cell["held_bytes"] / live, ".3f"),
-        size(cell["copied_bytes"]),
-        ", ".join(cell["sdpa_kernels"]) or "-",
-        f"{cell['logits_error']:.1e}",
-    )
+def copied(cell: Row) -> str:
+    return "-" if cell["copied_bytes"] is None else format_bytes(cell["copied_bytes"])
 
 
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def table(
+    what: str, figure: Callable[[Row], str], model: str = LLAMA, shapes: tuple[Shape, ...] = ()
+) -> Callable[[Row], Lines]:
+    """A function from a result to a figure by batch size and prompt, of some or of all that were measured: a line for
+    each way to decode, ours in bold."""
+
+    def write(result: Row) -> Lines:
+        cells = [cell for cell in result["cells"] if cell["model"] == model]
+        columns = shapes or sorted({shape(cell) for cell in cells if measured(cell)})
+        lines = []
+        for name in dict.fromkeys(cell["contender"] for cell in cells):
+            of = {shape(cell): cell for cell in cells if cell["contender"] == name}
+            texts = (figure(of[each]) if measured(of[each]) else of[each]["status"] for each in columns)
+            lines.append((f"**{name}**" if name.startswith("VmmCache") else name, *texts))
+        return (what, *(f"{batch} x {prompt:,}" for batch, prompt in columns)), lines
+
+    return write
 
 
-def size(nbytes: float | None) -> str:
-    return "-" if nbytes is None else format_bytes(nbytes)
+def shape(cell: Row) -> Shape:
+    return cell["batch"], cell["prompt"]
+
+
+def tables(model: str) -> dict[str, Callable[[Row], Lines]]:
+    """The tables of a model, by title."""
+    figures = {
+        "ms a decode step": step_ms,
+        "ms to the first token": lambda cell: "-" if cell["ttft_ms"] is None else f"{cell['ttft_ms']:.1f}",
+        "peak of K and V over live K and V": peak,
+        "bytes copied in a step": copied,
+        "error of logits": lambda cell: f"{cell['logits_error']:.1e}",
+    }
+    return {f"{model}: {what}": table(what, figure, model) for what, figure in figures.items()}
+
+
+def headline(result: Row) -> dict[str, float]:
+    """By cache, milliseconds of the fastest decode step of 8 prompts of 32,768 tokens."""
+    cells = [cell for cell in result["cells"] if (cell["model"], *shape(cell)) == (LLAMA, 8, 32_768)]
+    return {
+        cache: min(cell["step_ms"] for cell in cells if cell["contender"].startswith(cache) and measured(cell))
+        for cache in ("VmmCache", "StaticCache", "DynamicCache")
+    }

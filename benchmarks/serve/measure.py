@@ -1,198 +1,110 @@
-"""Requests served by each backend, at saturation and at other rates."""
+"""Requests served by each backend, all of them waiting from the start."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import partial, reduce
+from contextlib import ExitStack, closing
+from functools import reduce
+from itertools import product
 from math import inf
 from operator import getitem
-from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.engine.backend import Work
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
-from benchmarks.engine.vmm import OVERREAD
+from benchmarks.geometry import free_memory
+from benchmarks.output import Row
 from vmmkv import FramePool
 from vmmkv.cli.output import errors
 
-from .workloads import Workload, arrivals
+from .workloads import Workload
 
-Row = dict[str, Any]
 Values = np.ndarray[Any, np.dtype[np.float64]]
-Progress = Callable[[str, int, int], object]
-"""Told what runs, how many requests have finished, and of how many."""
 
-REFERENCE = "paged"
-"""Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
-
-REUSE, SUSPEND, LONGEST = "reuse", "suspend", "longest"
-"""What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, of slots that are
-no longer than the longest request, which a server does not know beforehand, and of rows that have all their memory
-before the clock starts, as blocks do, mapped for sequences as long as requests are on average."""
-
-PEERS = {"fa3": "fa3_fwd_interface", "flashinfer": "flashinfer"}
-"""Attention of others, likewise behind the `+`, and the module that each is."""
-
+SATURATION, WAITING = "saturation", "saturation, each step waited for"
+"""Loads. With the other, the engine waits for the tokens of each step, see `Engine.run`."""
+REUSE, SUSPEND = "reuse", "suspend"
+"""Behind the `+` of a backend that reuses prefixes, and of one that suspends preempted requests."""
+BACKENDS = "vmm", "paged", f"vmm+{REUSE}", f"paged+{REUSE}", f"vmm+{SUSPEND}"
+P99_VALUES = 368
+"""With fewer values all may lie below the percentile, with a chance of more than 2.5 %."""
+SEED = 0
+"""Of prompts and random requests."""
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
 
 
 class Settings(NamedTuple):
-    """What all measurements share."""
+    """Arguments that all measurements share."""
 
     model: Model
     max_bytes: int
-    max_sequences: int
-    chunk: int
     deadline: float
-    seed: int
-    lookahead: int | None = None
+    max_sequences: int = 256
+    chunk: int = 2048
     pool: FramePool | None = None
     late: bool = False
     tokens_per_s: float = inf
-    seeds: int = 1
 
     def options(self, backend: str) -> dict[str, Any]:
-        """Of an engine with this backend."""
+        """Options of an engine's backend."""
         name, _, beside = backend.partition("+")
-        options: dict[str, Any] = {"lookahead": self.lookahead, "pool": self.pool} if name == "vmm" else {}
-        if beside == "fa3":
-            options |= OVERREAD
+        options: dict[str, Any] = {"pool": self.pool} if name == "vmm" else {}
         if beside == SUSPEND:
             options |= {"host_bytes": self.max_bytes, "tokens_per_s": self.tokens_per_s}
         return options
 
 
-class Load(NamedTuple):
-    """How requests come, and an engine serves them.
-
-    Attributes:
-        rate: a share of the throughput of `REFERENCE` at saturation; None: all at once.
-        wait: for the tokens of each step, see `Engine.run`.
-        unknown: lengths of answers, see `Engine.run`.
-        busy: beside a thread of Python code that always has something to do.
-    """
-
-    rate: float | None = None
-    wait: bool = False
-    unknown: bool = False
-    busy: bool = False
-
-    @property
-    def name(self) -> str:
-        load = "saturation" if self.rate is None else f"{self.rate * 100:g}% load"
-        ways = {"each step waited for": self.wait, "lengths unknown": self.unknown, "a busy thread beside": self.busy}
-        return ", ".join([load, *(way for way, chosen in ways.items() if chosen)])
-
-
 def serve(
-    result: dict[str, Any],
-    settings: Settings,
-    workload: Workload,
-    backends: list[str],
-    loads: list[Load],
-    rounds: int,
-    progress: Progress,
+    result: Row, settings: Settings, workload: Workload, backends: list[str], loads: list[str], rounds: int
 ) -> None:
-    """Adds to a result a row for each backend and load, and what the deadline left out.
+    """Add a row for each backend and load to a result, and what the deadline left out.
 
     Backends take turns, in one order and then in the other. A row is of the run with the median throughput, and holds
-    those of all.
-
-    Args:
-        backends: names of backends, as `vmm`, or with the attention of others, as `vmm+fa3`, or with prefix reuse, as
-            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
+    those of all rounds.
     """
     found: dict[tuple[str, str], list[Row]] = {}
-    engines: dict[str, Engine | None] = {}
-    reference: Run | None = None
+    engines: dict[str, Engine] = {}
+    first: Run | None = None
     with ExitStack() as stack:
         stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
-        for number, backend, load in turns(backends, loads, rounds, settings.seeds):
-            name = f"{workload.name}, {load.name}, {backend}" + (f", round {number + 1}" if number else "")
-            if perf_counter() > settings.deadline:
-                result["missed"].append(name)
-                continue
-            if backend not in engines:
-                engines[backend] = open_engine(stack, result, settings, workload, backend)
-            engine = engines[backend]
-            if engine is None:
-                continue
-            run, row = run_load(settings, workload, engine, load, number, reference, partial(progress, name))
-            free_memory()
-            if run.finished < len(run.outputs):
-                result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
-            if run.running:
-                speed = f"{row['output_tokens_per_s']:,.0f} tokens/s"
-                errors.print(f"{name}: {run.seconds:.1f} s, {speed}", highlight=False)
-                reference = reference or run
-                about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
-                same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
-                found.setdefault((load.name, backend), []).append(about | row | same)
-
-
-def turns(backends: list[str], loads: list[Load], rounds: int, seeds: int) -> list[tuple[int, str, Load]]:
-    """In which order they are measured: rounds, and in each the backends of each load, the reference first; in the
-    next round they come the other way."""
-    order = sorted(backends, key=lambda name: name != REFERENCE)
-    return [
-        (number, backend, load)
-        for number in range(max(rounds, seeds))
-        for load in loads
-        for backend in (order[::-1] if number % 2 else order)
-        if number < repeats(backend, load, rounds, seeds)
-    ]
-
-
-def open_engine(
-    stack: ExitStack, result: dict[str, Any], settings: Settings, workload: Workload, backend: str
-) -> Engine | None:
-    """An engine, closed with the stack; None where its attention is others', and cannot be had: a result says why."""
-    try:
-        return stack.enter_context(closing(make_engine(settings, workload, backend)))
-    except Exception as error:  # whatever a peer raises is its reason
-        if backend.partition("+")[2] not in PEERS:
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        result["skipped"].append({"backend": backend, "kernel": "", "reason": reason})
-        return None
-
-
-def repeats(backend: str, load: Load, rounds: int, seeds: int) -> int:
-    """How often it is measured: at saturation `rounds` times, at other rates once for each seed; static slots once, and
-    at plain saturation alone: most rates are far above theirs."""
-    if backend.startswith("static"):
-        return int(load == Load())
-    return rounds if load.rate is None else seeds
+        for number, load in product(range(rounds), loads):
+            for backend in backends[:: -1 if number % 2 else 1]:
+                name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
+                if perf_counter() > settings.deadline:
+                    result["missed"].append(name)
+                    continue
+                if backend not in engines:
+                    engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
+                run, row = run_load(settings, workload, engines[backend], load)
+                free_memory()
+                if run.finished < len(run.outputs):
+                    result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+                if run.running:
+                    speed = f"{row['output_tokens_per_s']:,.0f} tokens/s"
+                    errors.print(f"{name}: {run.seconds:.1f} s, {speed}", highlight=False)
+                    first = first or run
+                    about = {"trace": workload.name, "load": load, "backend": backend}
+                    found.setdefault((load, backend), []).append(about | row | {"same_tokens": same_tokens(run, first)})
 
 
 EACH_ROUND = {
     "output_tokens_per_s": ("output_tokens_per_s",),
     "first_token_s": ("ttft_s", "p50"),
-    "first_token_p99_s": ("ttft_s", "p99"),
-    "gap_s": ("gap_s", "p50"),
-    "longest_gap_s": ("gap_s", "most"),
     "crowded_concurrency": ("crowded_concurrency",),
     "manager_us": ("manager_us",),
     "manager_p99_us": ("manager_step_us", "p99"),
-    "hit_rate": ("hit_rate",),
-    "preempted_share": ("preempted_share",),
-    "recomputed_tokens": ("recomputed_tokens",),
 }
 """Figures that are reported of all rounds, as far as a row has them, and where they stand in it."""
 
 
 def middle(rows: list[Row]) -> Row:
-    """The run with the median throughput, of those that came to their end if one did; some figures of each, and all
-    rows as they are."""
+    """The run with the median throughput, of the runs that came to their end if one did; some figures of each, and all
+    rows."""
     ended = [row for row in rows if row["finished"] == row["requests"]] or rows
     ordered = sorted(ended, key=lambda row: float(row["output_tokens_per_s"]))
     each = {
@@ -207,99 +119,49 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 
     For each size libraries choose among kernels, which are loaded when they first run: the first backend would wait.
     """
-    max_tokens = max(workload.tokens + len(workload.requests), 2 * settings.chunk)
     name, _, beside = backend.partition("+")
-    max_seq_len = workload.longest if beside == LONGEST else workload.max_seq_len
-    vocabulary = settings.model.config.vocab_size
     engine = Engine(
         settings.model,
         name,
         settings.max_bytes,
         settings.max_sequences,
-        max_seq_len,
-        max_tokens,
+        workload.max_seq_len,
+        max(workload.tokens + len(workload.requests), 2 * settings.chunk),
         chunk=settings.chunk,
-        attention=beside if beside in PEERS else None,
         reuse=beside == REUSE,
         suspend=beside == SUSPEND,
         late=settings.late,
         options=settings.options(backend),
     )
-    longest = min(settings.chunk, max_seq_len - 2)
+    longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
-        engine.run([torch.full((prompt,), prompt % vocabulary)], [2])
+        engine.run([torch.full((prompt,), prompt % settings.model.config.vocab_size)], [2])
     # One decodes beside the end of the other's prompt, which no longer fits the first step.
     engine.run([torch.zeros(8, dtype=torch.int64), torch.ones(longest, dtype=torch.int64)], [4, 2])
     engine.kv.give_back()
     return engine
 
 
-def run_load(
-    settings: Settings,
-    workload: Workload,
-    engine: Engine,
-    load: Load,
-    number: int,
-    reference: Run | None,
-    progress: Callable[[int, int], object],
-) -> tuple[Run, Row]:
-    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long, with
-    prompts and pauses between requests that the number of the round draws.
-
-    No engine has memory that it can give back, neither when it begins nor when it has ended.
-    """
-    requests = workload.first(round((load.rate or 1) * len(workload.requests)))
-    seed = settings.seed + (number if load.rate else 0)
-    prompts = workload.prompts(settings.model.config.vocab_size, seed)[: len(requests)]
-    rate = load.rate * reference.finished / reference.seconds if load.rate and reference else None
-    times = arrivals(requests, rate, settings.seed, number).tolist() if rate else None
+def run_load(settings: Settings, workload: Workload, engine: Engine, load: str) -> tuple[Run, Row]:
+    """Serve the workload. An engine has no memory that it can give back, neither at the beginning nor at the end."""
+    prompts = workload.prompts(settings.model.config.vocab_size, SEED)
+    outputs = [request.output for request in workload.requests]
     before = engine.kv.work()
-    with busy_thread() if load.busy else nullcontext():
-        run = engine.run(
-            prompts,
-            [request.output for request in requests],
-            times,
-            wait=load.wait,
-            unknown=load.unknown,
-            deadline=settings.deadline,
-            progress=lambda finished: progress(finished, len(requests)),
-        )
+    run = engine.run(prompts, outputs, wait=load == WAITING, deadline=settings.deadline)
     row = figures(run) if run.running else {}
-    row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
-    row |= {"seed": seed, "offered_requests_per_s": rate}
+    done = {name: value - before[name] for name, value in engine.kv.work().items()}
+    row |= {f"{name}_us": done.get(name, 0.0) * 1e6 / max(len(run.running), 1) for name in ("driver", "mapper")}
+    row |= {"pages_mapped": {when: done[when] for when in ("ahead", "in need") if done}}
     engine.kv.give_back()
-    row["idle_bytes"] = engine.kv.physical_bytes()
-    return run, row
-
-
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """Around what shares the interpreter with a thread that does what servers do for their clients: it turns ids into
-    text."""
-    over = Event()
-
-    def write() -> None:
-        while not over.is_set():
-            " ".join(map(str, range(1000)))
-
-    thread = Thread(target=write, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return run, row | {"idle_bytes": engine.kv.physical_bytes()}
 
 
 def figures(run: Run) -> Row:
-    """What is reported of a run that had steps. Times are in seconds, host times in microseconds a step.
+    """Figures of a run that had steps. Times are in seconds, host times in microseconds a step.
 
-    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room. A request's
-    gap is the longest between two of its tokens.
-    """
+    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room."""
     done = np.isfinite(run.finish)
     several = done & (run.outputs > 1)
-    first = (run.first - run.arrivals)[done]
     each = ((run.finish - run.first)[several]) / (run.outputs - 1)[several]
     running, waiting = np.array(run.running), np.array(run.waiting)
     took = np.array(run.step_seconds)
@@ -310,19 +172,15 @@ def figures(run: Run) -> Row:
         "requests": len(run.outputs),
         "finished": run.finished,
         "seconds": run.seconds,
-        "requests_per_s": run.finished / run.seconds,
         "output_tokens_per_s": run.generated / run.seconds,
-        "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
-        "ttft_s": quantiles(first),
+        "ttft_s": quantiles(run.first[done]),
         "tpot_s": quantiles(each),
-        "gap_s": quantiles(run.longest_gap[several]),
         "steps": steps,
         "peak_concurrency": int(running.max()),
         "mean_concurrency": float(np.average(running, weights=took)),
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
         "suspensions": run.suspensions,
-        "preempted_share": float((run.preempted > 0).mean()),
         "recomputed_tokens": run.recomputed,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
@@ -330,58 +188,19 @@ def figures(run: Run) -> Row:
         "host_us": run.host_ns / 1e3 / steps,
         "peak_bytes": int(taken.max()),
         "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
-        "step_ms": [round(seconds * 1e3, 2) for seconds in run.step_seconds],
         "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
     }
 
 
-def work_figures(work: Work, steps: int) -> Row:
-    """What is reported of the driver's work in a run. Times are in microseconds a step."""
-    return {
-        "driver_us": sum(work.driver_seconds.values()) * 1e6 / steps,
-        "driver_seconds": dict(work.driver_seconds),
-        "mapper_us": sum(work.mapper_seconds.values()) * 1e6 / steps,
-        "mapper_seconds": dict(work.mapper_seconds),
-        "mapper_calls": dict(work.mapper_calls),
-        "pages_mapped": dict(work.pages_mapped),
-    }
-
-
-def quantiles(values: Values) -> dict[str, Any]:
-    """The median, the most, and the 99th percentile with the interval that holds that of all such values at 95 %; None
-    where there are too few values for either."""
-    ordered = np.sort(values)
-    if not len(ordered):
-        return dict.fromkeys(("p50", "p99", "p99_interval", "most"))
-    low, high = percentile_ranks(len(ordered), 0.99)
-    enough = high < len(ordered)
-    return {
-        "p50": float(np.percentile(ordered, 50)),
-        "p99": float(np.percentile(ordered, 99)) if enough else None,
-        "p99_interval": [float(ordered[low]), float(ordered[high])] if enough else None,
-        "most": float(ordered[-1]),
-    }
-
-
-def percentile_ranks(count: int, share: float, level: float = 0.95) -> tuple[int, int]:
-    """Which of `count` values in ascending order, from 0, bound the quantile of what they were drawn from, whatever its
-    distribution: as many of them as a binomial variable says lie below it. `count` says that none is an upper bound."""
-    numbers = np.arange(count + 1)
-    logs = np.append(0.0, np.log(np.arange(1, count + 1)).cumsum())  # of factorials
-    chance = np.exp(
-        logs[-1] - logs - logs[::-1] + numbers * np.log(share) + (count - numbers) * np.log1p(-share)
-    ).cumsum()
-    outside = (1 - level) / 2
-    return max(int(np.searchsorted(chance, outside, "right")) - 1, 0), int(np.searchsorted(chance, 1 - outside))
+def quantiles(values: Values) -> dict[str, float | None]:
+    """The median, the 99th percentile and the most; None where there are too few values."""
+    if not len(values):
+        return dict.fromkeys(("p50", "p99", "most"))
+    p50, p99, most = np.percentile(values, (50, 99, 100)).tolist()
+    return {"p50": p50, "p99": p99 if len(values) >= P99_VALUES else None, "most": most}
 
 
 def same_tokens(run: Run, other: Run) -> float | None:
     """Of the requests that finished in both runs, the share with the same tokens. Another schedule rounds otherwise."""
     both = np.flatnonzero(np.isfinite(run.finish) & np.isfinite(other.finish))
     return float(np.mean([run.output(i) == other.output(i) for i in both])) if len(both) else None
-
-
-def free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from vmmkv.workload import BLOCK, Request, conversations, read_trace
 
 
 class Part(NamedTuple):
-    """Tokens of a prompt: equal names are equal tokens. What a prompt's last part has too many is not in it."""
+    """Tokens of a prompt: equal names are equal tokens. A prompt may end within its last part."""
 
     name: tuple[int, ...]
     tokens: int
@@ -27,9 +27,9 @@ class Workload:
 
     Attributes:
         name: of the trace.
-        parts: what the prompt of each request consists of.
+        parts: of the prompt of each request.
         max_seq_len: tokens of the longest request that a server would take, at least those of the longest here.
-        left_out: requests between them that are too long for the budget.
+        left_out: requests that are too long for the budget.
     """
 
     name: str
@@ -42,14 +42,6 @@ class Workload:
     def tokens(self) -> int:
         return sum(request.total for request in self.requests)
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return max(request.total for request in self.requests)
-
-    def first(self, count: int) -> list[Request]:
-        return self.requests[: max(count, 1)]
-
     def prompts(self, vocab_size: int, seed: int) -> list[torch.Tensor]:
         """Random tokens, the same for parts of the same name."""
 
@@ -59,36 +51,21 @@ class Workload:
         made = (np.concatenate([tokens(part) for part in parts]) for parts in self.parts)
         return [torch.from_numpy(ids[: request.prompt]) for ids, request in zip(made, self.requests)]
 
-    def known_tokens(self) -> int:
-        """Tokens of prompts that are the beginning of one before, but for each one's last token: all that reuse could
-        find if requests came one after another, and nothing was ever given up."""
-        seen: dict[tuple[Part, ...], int] = {}
-        total = 0
-        for request, parts in zip(self.requests, self.parts):
-            begin = common = 0
-            for index, part in enumerate(parts):
-                end = min(begin + part.tokens, request.prompt)
-                path = tuple(parts[: index + 1])
-                if common == begin:
-                    common = min(end, max(seen.get(path, 0), begin))
-                seen[path] = max(seen.get(path, 0), end)
-                begin = end
-            total += min(common, request.prompt - 1)
-        return total
-
-
-class Usual(NamedTuple):
-    """What is measured unless one asks for something else."""
-
-    model: str
-    memory: str
-    max_seq_len: int
-    prompt_tokens: int
-    shorten: int
+    def describe(self) -> dict[str, Any]:
+        """What a result says of it."""
+        return {
+            "name": self.name,
+            "requests": len(self.requests),
+            "tokens": self.tokens,
+            "prompt_tokens": sum(request.prompt for request in self.requests),
+            "output_tokens": sum(request.output for request in self.requests),
+            "max_seq_len": self.max_seq_len,
+            "left_out": self.left_out,
+        }
 
 
 class Limits(NamedTuple):
-    """What is taken of a trace.
+    """Which requests of a trace are served.
 
     Attributes:
         requests, tokens: the most of both.
@@ -124,7 +101,7 @@ def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
         parts = [Part((SHARED, name), block) for name in request.blocks] or [Part((OWN, next(number)), prompt)]
         cases.append((Request(prompt, output, request.arrival, request.blocks), parts))
     name = trace.stem if trace else "conversations"
-    return _within(limits, name, cases)
+    return within(limits, name, cases)
 
 
 def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
@@ -142,7 +119,7 @@ def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
         which = min(int(rng.geometric(0.5)) - 1, prompts - 1)
         parts = [Part((SHARED, which), int(lengths[which])), Part((OWN, number), prompt)]
         cases.append((Request(int(lengths[which]) + prompt, output), parts))
-    return _within(limits, f"{prompts} system prompts", cases)
+    return within(limits, f"{prompts} system prompts", cases)
 
 
 SYSTEM_TOKENS = 1000, 4000
@@ -151,7 +128,7 @@ SHARED, OWN = 0, 1
 """Kinds of parts."""
 
 
-def _within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -> Workload:
+def within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -> Workload:
     """The first requests, with their parts, that are within limits."""
     if limits.lengthen != 1:
         name = f"{name}, answers x {limits.lengthen}"
@@ -170,19 +147,3 @@ def _within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) 
     longest = max(request.total for request, _ in taken)
     max_seq_len = max(longest, min(limits.max_seq_len, limits.longest))
     return Workload(name, [request for request, _ in taken], [parts for _, parts in taken], max_seq_len, left_out)
-
-
-def arrivals(requests: list[Request], rate: float, seed: int, number: int = 0) -> npt.NDArray[np.float64]:
-    """Seconds after the start: the trace's own times at another pace, so that `rate` requests come in a second. Each
-    `number` but the first has the trace's pauses in an order of its own.
-
-    Without times in the trace they come at random, as a Poisson process.
-    """
-    rng = np.random.default_rng([seed, number])
-    pauses = np.diff(np.maximum.accumulate([request.arrival for request in requests]))
-    if not pauses.any():
-        pauses = rng.exponential(1.0, len(pauses))
-    elif number:
-        pauses = rng.permutation(pauses)
-    times = np.append(0.0, pauses.cumsum())
-    return times * (len(pauses) / rate / times[-1]) if len(pauses) else times

@@ -1,0 +1,170 @@
+"""Rows of a `vmmkv.KVCache`: contiguous, memory only where tokens are; with prefix reuse and with suspended sequences.
+
+A preempted sequence goes to the host and comes back where that costs less than to compute it anew. Both cost so much a
+token: copies its bytes twice at the speed of the link, computing its share of a prompt's time. Mapping pages again is
+not counted.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+
+from vmmkv import FramePool, KVCache, KVLayout, OutOfHostMemoryError, OutOfPagesError
+from vmmkv.driver.driver import open_driver
+
+from .backend import Ids, Rows
+
+HOST_PAGE_TOKENS = 16
+"""On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
+
+
+def memory_for(layout: KVLayout, device: torch.device) -> dict[str, Any]:
+    """A device, and the size of its pages: one that holds about as many tokens on the host as on a GPU."""
+    page_size = None
+    if device.type == "cpu":
+        granularity = open_driver(device).granularity
+        page_size = -(-HOST_PAGE_TOKENS * layout.token_bytes // granularity) * granularity
+    return {"device": device, "page_size": page_size}
+
+
+LINK_BYTES_PER_S = 55e9
+"""Of one pinned copy between an H200 and its host, in one direction."""
+PREFILL_TOKENS_PER_S = {"llama-3.1-8b": 30_851.0, "qwen3-0.6b": 148_699.0, "tiny": 5000.0}
+"""Of prompts of 16,384 tokens on an H200 with our kernels; of the tiny model, on a CPU."""
+
+
+def costs(token_bytes: int, tokens_per_s: float) -> dict[str, float | bool]:
+    """Microseconds a token to copy it twice, and to compute it, and whether copies cost less."""
+    copies, computing = 2e6 * token_bytes / LINK_BYTES_PER_S, 1e6 / tokens_per_s
+    return {"copies_us_per_token": copies, "computing_us_per_token": computing, "suspends": copies < computing}
+
+
+class VmmKV:
+    """A `KVBackend` that can reuse prefixes and suspend sequences.
+
+    Args:
+        pool: memory that others use as well, instead of `max_bytes` of its own.
+        host_bytes: of host memory, for suspended sequences; 0: none is suspended.
+        tokens_per_s: of prompts that are computed.
+    """
+
+    block_table = None
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        max_bytes: int,
+        device: torch.device,
+        *,
+        pool: FramePool | None = None,
+        host_bytes: int = 0,
+        tokens_per_s: float = inf,
+    ) -> None:
+        memory: dict[str, Any] = {"pool": pool}
+        if pool is None:
+            memory = {"max_bytes": max_bytes, **memory_for(layout, device)}
+        self.cache = KVCache(layout, max_sequences, max_seq_len, host_bytes=host_bytes, **memory)
+        self.suspends = bool(host_bytes and costs(layout.token_bytes, tokens_per_s)["suspends"])
+        self.sequences = np.full(max_sequences, None, object)
+        self.free_rows = max_sequences
+        self.batch, self.batched = self.cache.batch(), np.empty(0, np.int64)
+
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        return bool(self.free_rows) and self.has_room(tokens + spare)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether there is memory for so many more tokens."""
+        return tokens * self.cache.layout.token_bytes <= self.cache.available_pages * self.cache.page_size
+
+    def admit(self, tokens: int) -> int:
+        sequence = self.cache.sequence(expected_tokens=tokens)
+        self.sequences[sequence.row] = sequence
+        self.free_rows -= 1
+        return sequence.row
+
+    def extend(self, rows: Rows, counts: Rows | int) -> bool:
+        try:
+            if not isinstance(counts, int):
+                self.cache.extend(self.sequences[rows].tolist(), counts)
+                return True
+            if not np.array_equal(rows, self.batched):
+                self.batch, self.batched = self.cache.batch(self.sequences[rows]), rows
+            self.batch.extend(counts)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def free(self, rows: list[int]) -> None:
+        self.cache.free(self.sequences[rows].tolist())
+        self.sequences[rows] = None
+        self.batched = np.empty(0, np.int64)  # the rows go to other sequences
+        self.free_rows += len(rows)
+
+    def begin(self, ids: Ids, tokens: int, spare: int | None) -> tuple[int, int] | None:
+        if spare is not None and not self._fits_shared(ids, tokens, spare):
+            return None
+        try:
+            sequence = self.cache.sequence(token_ids=ids, whole=False, expected_tokens=tokens)
+        except OutOfPagesError:
+            if spare is not None:
+                return None
+            # One page too few: the known pages are copied in part, and need memory meanwhile.
+            self.cache.trim()
+            sequence = self.cache.sequence(token_ids=ids, whole=False, expected_tokens=tokens)
+        self.sequences[sequence.row] = sequence
+        self.free_rows -= 1
+        return sequence.row, sequence.cached_tokens
+
+    def _fits_shared(self, ids: Ids, tokens: int, spare: int) -> bool:
+        """Whether a sequence fits, which may share pages with running ones."""
+        if not self.free_rows:
+            return False
+        cache, wanted = self.cache, (tokens + spare) * self.cache.layout.token_bytes
+        missing = wanted - cache.available_pages * cache.page_size
+        return missing <= 0 or missing <= cache.shared_pages(ids) * cache.page_size
+
+    def commit(self, row: int, ids: Ids) -> None:
+        self.sequences[row].commit(ids)
+
+    def suspend(self, row: int) -> bool:
+        if not self.suspends:
+            return False
+        try:
+            self.sequences[row].suspend()
+        except OutOfHostMemoryError:
+            return False
+        return True
+
+    def resume(self, row: int, tokens: int, spare: int | None) -> bool:
+        if spare is not None and not self.has_room(tokens + spare):
+            return False
+        try:
+            self.sequences[row].resume()
+        except OutOfPagesError:
+            return False
+        return True
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.kv(layer)
+
+    def physical_bytes(self) -> int:
+        return self.cache.stats().physical_bytes
+
+    def work(self) -> dict[str, float]:
+        stats = self.cache.stats()
+        seconds = {"driver": stats.driver_calls, "mapper": stats.mapper_calls}
+        return {name: sum(call.seconds for call in calls.values()) for name, calls in seconds.items()} | dict(
+            stats.pages_mapped
+        )
+
+    def give_back(self) -> None:
+        self.cache.trim()
+
+    def close(self) -> None:
+        self.cache.close()

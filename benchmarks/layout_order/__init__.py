@@ -1,1 +1,0 @@
-"""The benchmark of the order of a page: `python -m benchmarks.layout_order`."""
