@@ -569,3 +569,16 @@ def test_waste_is_what_no_token_of_anybody_fills(layout: vmmkv.KVLayout, large_f
     stats = cache.stats()
     assert stats.waste == pytest.approx(1 - sum(held.values()) / (stats.pages["used"] * size) if held else 0)
     cache.check()
+
+
+@pytest.mark.parametrize("forks", [1, 3])
+def test_parked_rows_that_share_pages_are_trimmed(forks: int) -> None:
+    """None of them has a page for itself."""
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)
+    with vmmkv.KVCache(layout, 8, 400, max_bytes="4MiB", device="cpu", page_size=4096, large_frames=False) as cache:
+        sequences = [cache.sequence(80)]
+        sequences += [sequences[0].fork() for _ in range(forks)]
+        cache.free(sequences)
+        assert cache.trim() == 10 * 4096
+        assert cache.stats().physical_bytes == 0
+        cache.check()

@@ -152,6 +152,22 @@ def is_live(cache: int, row: int) -> int:
     return 1 if view(c.rows_at, c.num_rows + LISTS, ROW)[row].owner else 0
 
 
+@inner
+def take_retired(cache: int, wanted: int, ask: int) -> int:
+    """Plans to unmap whole parked rows whose pages other rows have, too. Returns how many pages become free."""
+    c, gained, waiting = view(cache, 1, CACHE)[0], 0, 0
+    p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
+    row = rows[c.num_rows + RETIRED].next
+    while row < c.num_rows and gained < wanted and waiting < MOST_WAITING:
+        following = rows[row].next
+        if is_idle(cache, row, ask):
+            gained += take_parked(cache, row, p.capacity * p.large)
+        else:
+            waiting += 1
+        row = following
+    return gained
+
+
 @entry
 def plan_retired(pool: int, wanted: int, ask: int) -> int:
     """Plans to unmap parked rows whose pages other rows have, too, until so many pages are free: a frame that parked
@@ -163,16 +179,7 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
     caches = view(p.caches_at, p.caches, np.int64)
     for index in range(p.caches):
         if caches[index]:
-            c = view(caches[index], 1, CACHE)[0]
-            rows = view(c.rows_at, c.num_rows + LISTS, ROW)
-            row, waiting = rows[c.num_rows + RETIRED].next, 0
-            while row < c.num_rows and gained < wanted and waiting < MOST_WAITING:
-                following = rows[row].next
-                if is_idle(caches[index], row, ask):
-                    gained += take_parked(caches[index], row, p.capacity * p.large)
-                else:
-                    waiting += 1
-                row = following
+            gained += take_retired(caches[index], wanted - gained, ask)
     if p.steps:
         return close(pool)
     p.pending = 0
@@ -196,6 +203,8 @@ def plan_trim_own(cache: int, most: int, ask: int) -> int:
         row = following
     if gained < most:
         reclaim_spare(cache, most - gained, ALL, ask)
+    if p.steps == 0:
+        take_retired(cache, most, ask)
     if p.steps:
         return close(c.pool)
     p.pending = 0
