@@ -23,7 +23,8 @@ def test_import_is_light() -> None:
         before = set(sys.modules)
         import vmmkv
         print(*sorted(name for name in set(sys.modules) - before if not name.startswith("vmmkv")))
-        """
+        """,
+        bare=True,
     )
     assert child.returncode == 0, child.stderr
     loaded = child.stdout.split()
@@ -43,14 +44,15 @@ def test_no_gpu_driver_or_toolkit_is_needed(tmp_path: Path) -> None:
         import vmmkv
         sequence = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 8), 1, 8, max_bytes="4MiB", device="cpu").sequence(3)
         print(sequence.k(0).shape)
-        """
+        """,
+        bare=True,
     )
     assert child.stdout == "torch.Size([3, 1, 8])\n", child.stderr
 
 
 def test_kernels_are_installed_under_vmmkv_only() -> None:
     code = "import importlib.util as u, vmmkv.kernels; print(u.find_spec('kernels'), vmmkv.kernels.__name__)"
-    child = run_python(code)  # which does not look in the repository's root
+    child = run_python(code, bare=True)  # which does not look in the repository's root
     if "No module named 'vmmkv" in child.stderr:
         pytest.skip("vmmkv is not installed in this environment")
     assert child.stdout == "None vmmkv.kernels\n", child.stderr
