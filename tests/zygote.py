@@ -1,5 +1,5 @@
-"""Forks the child processes of `run_python`: most of their time would go to importing torch and to loading machine code,
-which it has done. With the argument `bare` it has not imported vmmkv.
+"""Forks the child processes of `run_python`. It has imported torch and loaded machine code, which would take most of
+their time. With the argument `bare` it has not imported vmmkv.
 
 A line of standard input is a child: code, arguments, environment, and the files that take its output. A line of
 standard output is how it ended.
