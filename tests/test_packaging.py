@@ -258,25 +258,6 @@ def test_kernels_know_nothing_of_vmmkv() -> None:
             assert {each for each in names if each.split(".")[0] == "vmmkv" and layer(each) != "kernels"} == set(), name
 
 
-@pytest.mark.parametrize(
-    ("code", "module"),
-    [
-        ("import vmmkv.cache", "vmmkv.core.rows"),
-        ("import numpy, vmmkv.cache as c", "vmmkv.core.rows"),
-        ("from vmmkv.cache import KVCache", "vmmkv.core.rows"),
-        ("from vmmkv import cache", "vmmkv.core.rows"),
-        ("from .. import cache", "vmmkv.core.rows"),
-        ("from ..cache import KVCache", "vmmkv.core.rows"),
-        ("from . import cache", "vmmkv.errors"),
-        ("from . import KVCache", "vmmkv.errors"),
-        ("def late():\n    from .cache import KVCache", "vmmkv.pool"),
-        ("if TYPE_CHECKING:\n    from ..cache import KVCache", "vmmkv.driver.cuda"),
-    ],
-)
-def test_imports_that_point_upwards_are_seen(code: str, module: str) -> None:
-    assert upward(code, module)
-
-
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.isidentifier()
 
@@ -357,36 +338,3 @@ def test_benchmarks_and_examples_use_what_is_public(folder: str) -> None:
         code = path.read_text()
         used = private_uses(code, ours - definitions(code).keys())
         assert ours.isdisjoint(used), path
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "cache._rows.grow()",
-        "def f(self):\n    self.cache._rows = 1",
-        "from .cache import _caches",
-        "del pool._lock",
-        "getattr(cache, '_rows')",
-        "setattr(cache, name := '_rows', 1)",
-        "vars(cache)['_rows']",
-        "class Own:\n    def _grow(self): cache._rows._grow()",
-        "_caches = {}\nfrom . import cache\ncache._caches",
-        "class Own(Theirs):\n    def _step(self): super()._step()",
-        "class Own:\n    def f(self): self.rows._lock\n    _lock = None",
-    ],
-)
-def test_uses_of_private_state_are_seen(code: str) -> None:
-    assert private_uses(code, elsewhere={"_rows", "_lock"})
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "class Own:\n    def __init__(self): self._kept = 1\n    def f(self, other): other._kept",
-        "class Own:\n    __slots__ = ('_kept',)\n    def f(self, other): other._kept, getattr(other, '_kept')",
-        "class Own(Ours):\n    def _rows(self): super()._rows()",
-        "name.endswith('_rows')",
-    ],
-)
-def test_what_is_ones_own_is_no_others(code: str) -> None:
-    assert not private_uses(code, elsewhere={"_rows"})
