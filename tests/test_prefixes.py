@@ -290,6 +290,28 @@ def test_what_begins_alike_shares_pages_while_both_live() -> None:
     world.check()
 
 
+@pytest.mark.parametrize("indices", [[1, 1], [0, 0], [1, 0]], ids=str)
+@pytest.mark.parametrize("tokens", [40, 43], ids=["full pages", "and a part"])
+def test_what_is_known_goes_along_when_sequences_are_reordered(indices: list[int], tokens: int) -> None:
+    world = make(large_frames=False)
+    one, two = world.start([1] * tokens, ("salt", None, None)), world.start([2] * tokens)
+    world.commit(one)
+    world.commit(two)
+    world.reorder([one, two], indices)
+    world.check()
+    for sequence in (one, two):
+        world.extend(sequence, [3] * 13)
+        world.commit(sequence)
+    held = [(world.ids[sequence], world.keys[sequence]) for sequence in (one, two)]
+    for sequence in (one, two):
+        world.free(sequence)
+    for ids, key in held:
+        assert world.start([*ids, 4], key).cached_tokens >= world.whole(len(ids))
+    world.start([1] * tokens + [3] * 14)
+    world.start([2] * tokens + [3] * 14, ("salt", None, None))
+    world.check()
+
+
 def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copied() -> None:
     world = make(pages=16, large_frames=False)
     one, two = world.start([1] * 40), world.start([2] * 40)
