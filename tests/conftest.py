@@ -290,8 +290,8 @@ def seed_alone(number: int) -> None:
 
 
 @functools.cache
-def _zygote() -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "tests" / "zygote.py")]
+def _zygote(*args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "tests" / "zygote.py"), *args]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     leftovers.OF_RUN.add(process.pid)
     atexit.register(process.communicate)  # ends it
@@ -299,11 +299,12 @@ def _zygote() -> subprocess.Popen[str]:
 
 
 def run_python(
-    code: str, *args: str, fresh: bool = False, env: dict[str, str] | None = None
+    code: str, *args: str, bare: bool = False, fresh: bool = False, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, with the tests' helpers importable.
 
-    It is forked from one that has imported torch, and nothing of ours; a fresh one has imported nothing.
+    The process is forked from one that has imported torch and vmmkv and has loaded vmmkv's machine code. A bare one has
+    imported torch alone, a fresh one nothing.
     """
     script = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n" + textwrap.dedent(code)
     if fresh:
@@ -318,7 +319,7 @@ def run_python(
             "environment": env or dict(os.environ),
             "output": [*map(str, output)],
         }
-        zygote = _zygote()
+        zygote = _zygote("bare") if bare else _zygote()
         assert zygote.stdin
         assert zygote.stdout
         print(json.dumps(child), file=zygote.stdin, flush=True)

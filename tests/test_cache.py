@@ -888,30 +888,3 @@ def test_a_write_to_what_forks_share_is_a_fault(device: str) -> None:
     child = run_python(WRITES_TO_WHAT_IS_SHARED, device)
     assert child.stdout == "True True\n"
     assert child.returncode == (-11 if device == "cpu" else 1), child.stderr
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_forks_grow_apart(make_cache, large: bool) -> None:
-    """Against what each should hold, as forks of forks are written to, truncated and freed."""
-    cache = make_cache(max_sequences=6, max_seq_len=240, pages=400, large_frames=large)
-    parent = cache.sequence(random.randint(1, 200))
-    parent.k(1).normal_()
-    expected = {parent: parent.k(1).clone()}
-    for _ in range(40):
-        sequence = random.choice([*expected])
-        if len(expected) < cache.max_sequences:
-            for fork in cache.fork_many(sequence, random.randint(1, cache.max_sequences - len(expected))):
-                expected[fork] = expected[sequence]
-        elif random.random() < 0.5:
-            sequence.truncate(random.randint(0, sequence.length))
-            expected[sequence] = expected[sequence][: sequence.length]
-        if random.random() < 0.2 and len(expected) > 1:
-            sequence.free()
-            del expected[sequence]
-        elif new := random.randint(0, min(20, cache.max_seq_len - sequence.length)):
-            sequence.extend(new)
-            sequence.k(1)[-new:].normal_()
-            expected[sequence] = torch.cat([expected[sequence], sequence.k(1)[-new:]])
-        for each, content in expected.items():
-            assert torch.equal(each.k(1), content)
-        cache.check()

@@ -24,12 +24,12 @@ from vmmkv.testing.checking import judge
 from vmmkv.testing.child import Child
 from vmmkv.testing.probes import PROBES, Request
 
-SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "tokens": 65}
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "tokens": 33}
 
 
 def small_case() -> Case:
     fp32 = torch.float32
-    return Case("cpu", fp32, *(SMALL[name] for name in ("heads", "kv_heads", "head_dim")), 1, 65, TOLERANCES[fp32], 7)
+    return Case("cpu", fp32, *(SMALL[name] for name in ("heads", "kv_heads", "head_dim")), 1, 33, TOLERANCES[fp32], 7)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_what_is_wrong_already_is_not_asked_again(child: Child) -> None:
 
 def test_the_plain_kernel_has_no_finding() -> None:
     """On host memory in Numba's simulator."""
-    sizes = {"heads": 2, "kv_heads": 1, "tokens": 33} if DEVICE == "cpu" else {"heads": 8, "kv_heads": 2}
+    sizes = {"heads": 2, "kv_heads": 1, "tokens": 9} if DEVICE == "cpu" else {"heads": 8, "kv_heads": 2}
     report = check_attention("vmmkv-plain", device=DEVICE, **sizes)
     assert report.faults == [], str(report)
     assert {each.verdict for each in report.findings} == {Verdict.RIGHT}
@@ -124,12 +124,10 @@ def test_sdpa_on_slices_has_no_finding_on_host_memory(name: str, child: Child) -
 
 def test_a_kernel_that_does_not_return_is_ended() -> None:
     with Child(PATIENCE) as child:
-        child.ask(Request("planted:right", small_case(), "plain"))
+        child.ask(Request("planted:right", small_case(), "plain"))  # it has started
         child.time_limit = 0.2
         answer = child.ask(Request("planted:never_returns", small_case(), "plain"))
         assert answer == Answer(Verdict.HANGS, note="more than 0.2 s")
-        child.time_limit = PATIENCE
-        assert child.ask(Request("planted:right", small_case(), "plain")).verdict == Verdict.RIGHT
 
 
 def test_a_call_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
@@ -212,21 +210,19 @@ SCRIPT = """
 """
 
 
-def test_a_function_of_a_script_is_found_by_its_file(tmp_path: Path) -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("guard", ['__name__ == "__main__"', "True"])
+def test_a_function_of_a_script_is_found_unless_importing_the_script_checks_it(tmp_path: Path, guard: str) -> None:
     path = tmp_path / "script.py"
-    path.write_text(dedent(SCRIPT))
+    path.write_text(dedent(SCRIPT).replace('__name__ == "__main__"', guard))
     done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
-    assert done.stdout == "['fails on ordinary rows']\n", done.stderr
+    if guard == "True":
+        assert "put it under `if __name__ == '__main__'`" in done.stderr
+    else:
+        assert done.stdout == "['fails on ordinary rows']\n", done.stderr
 
 
-def test_a_script_that_checks_when_it_is_imported_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(dedent(SCRIPT).replace('__name__ == "__main__"', "True"))
-    done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
-    assert "put it under `if __name__ == '__main__'`" in done.stderr
-
-
-def test_the_command_prints_json_alone_and_fails_where_it_finds_something() -> None:
+def test_the_command_prints_json_alone_and_fails_where_it_finds_something(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     path = Path(planted.__file__)
     done = run_vmmkv("check-kernel", f"{path}:says_something", "--device", "cpu", "--json", *sizes)
@@ -234,12 +230,12 @@ def test_the_command_prints_json_alone_and_fails_where_it_finds_something() -> N
     assert done.returncode == 0, done.stderr
     assert "words of a kernel" in done.stderr
     assert result["case"] | {"dtype": "float32", "device": "cpu"} | SMALL == result["case"]
-    done = run_vmmkv("check-kernel", f"{path}:fetches_one_more", "--device", "cpu", *sizes, COLUMNS="80")
-    assert done.returncode == 1, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "80")
+    found = invoke("check-kernel", f"{path}:fetches_one_more", "--device", "cpu", *sizes)
+    assert found.exit_code == 1, found.output
+    assert max(map(len, found.stdout.splitlines())) <= 80
     for part in ("overread=1", "NaN behind every length", "reads past the end"):
-        assert part in done.stdout
-    assert invoke("check-kernel", "sdpa-cudnn", "--device", "cpu").exit_code == 1  # it refuses ordinary rows
+        assert part in found.stdout
 
 
 def test_what_the_benchmark_tells(report: Report) -> None:

@@ -1,32 +1,17 @@
-"""Compiled functions: machine code, interpreted and checked they do the same; and where their code comes from."""
+"""Where the machine code of compiled functions comes from: a wheel, a folder, or the compiler."""
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 from textwrap import dedent
 
+import llvmlite.binding as llvm
 import pytest
 from conftest import ROOT, run_python
-
-from vmmkv.compiled import code
-
-
-def test_the_source_itself_comes_through() -> None:
-    """Interpreted, where an index outside of a table is an error: on a device that runs late, with failing calls."""
-    seed = Random().randrange(1 << 32)
-    machine = f"Machine(Random({seed}), faults=True).run(150)"
-    code = f"import conftest; from random import Random; from core_machine import Machine; {machine}"
-    child = run_python(code, env=os.environ | {"VMMKV_INTERPRET": "1"}, fresh=True)
-    assert child.returncode == 0, f"{machine}: {child.stderr}"
-
-
-# ---------------------------------------------------------------------- where code comes from
 
 LIBRARY = """
     from .compiled.code import on_first_use
@@ -48,6 +33,7 @@ FUNCTIONS = """
 USE = """
     import sys
     sys.path.insert(0, sys.argv[1])
+    sys.dont_write_bytecode = True
     import vmmkv
     from vmmkv import small
     assert vmmkv.__file__.startswith(sys.argv[1]), vmmkv.__file__
@@ -68,8 +54,7 @@ def copied(tmp_path: Path) -> Path:
 
 def use(copy: Path, cache: Path) -> str:
     """Uses the small library of a copy; returns what that said to the terminal."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
-    child = run_python(USE, str(copy), env=environment, fresh=True)
+    child = run_python(USE, str(copy), env=os.environ | {"XDG_CACHE_HOME": str(cache)}, bare=True)
     assert child.returncode == 0, child.stderr
     return child.stderr
 
@@ -80,6 +65,13 @@ def test_code_is_compiled_once_for_each_content_of_its_sources(copied: Path, tmp
     assert use(copied, cache) == ""
     files = {path.name for path in (cache / "vmmkv").glob("*.bc")}
     assert {name.rsplit("-", 1)[1] for name in files} == {"x86_64.bc", "aarch64.bc"}
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for name in files:  # both processors' bitcode becomes machine code
+        module = llvm.parse_bitcode((cache / "vmmkv" / name).read_bytes())
+        assert module.get_function("vmmkv_double")
+        machine = llvm.Target.from_triple(module.triple).create_target_machine(opt=2)
+        assert len(machine.emit_object(module)) > 100
     source = copied / "vmmkv" / "small_functions.py"
     source.write_text(source.read_text() + "\n")
     assert "compiling" in use(copied, cache)
@@ -107,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(copied: Path, tmp_path: Path) -
 
 def test_threads_load_one_copy() -> None:
     """Functions of a library share words, so that all have to be of the same."""
-    child = run_python(LOADING, fresh=True)
+    child = run_python(LOADING, bare=True)
     assert (child.returncode, child.stderr) == (0, "")
 
 
@@ -145,16 +137,3 @@ def test_code_that_allocates_or_raises_is_refused(copied: Path, tmp_path: Path) 
     source.write_text(source.read_text().replace("2 * number", "len(numpy.zeros(2 * number))"))
     with pytest.raises(AssertionError, match="a function there allocates, or raises"):
         use(copied, tmp_path)
-
-
-def test_bitcode_becomes_machine_code_of_both_processors(tmp_path: Path) -> None:
-    import llvmlite.binding as llvm
-
-    code.make("vmmkv.driver.entries", tmp_path)
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    for path in tmp_path.glob("*.bc"):
-        module = llvm.parse_bitcode(path.read_bytes())
-        machine = llvm.Target.from_triple(module.triple).create_target_machine(opt=2)
-        assert len(machine.emit_object(module)) > 10_000
-    assert platform.machine() in {path.stem.rsplit("-", 1)[1] for path in tmp_path.glob("*.bc")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
+import time
 from contextlib import suppress
 from random import Random
 
@@ -13,7 +15,7 @@ from conftest import ROUNDS, join, on_driver, small_driver
 from core_rows import Row, token_at
 from faulty import FaultyDriver
 from host_machine import HostMachine
-from interruption import interrupted
+from interruption import interrupted_after
 from prefix_machine import Ids, Tables, bytes_of, common
 from simulated_device import SimulatedDevice
 from tier_machine import host_memory  # noqa: F401
@@ -47,7 +49,7 @@ def random() -> Random:
 @pytest.mark.usefixtures("host_memory")
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
-    for _ in range(25 * ROUNDS):
+    for _ in range(8 * ROUNDS):
         seed = Random().randrange(1 << 32)
         try:
             HostMachine(Random(seed), faults=faults).run(120)
@@ -75,6 +77,7 @@ def some_ids(random: Random, known: list[Ids], most: int) -> Ids:
     return (begin + [random.randrange(3) for _ in range(random.randint(1, 60))])[:most]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("large", [False, True], ids=["pages", "large frames"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_that_was_committed_is_lost(layout: str, large: bool, random: Random) -> None:
@@ -85,7 +88,7 @@ def test_nothing_that_was_committed_is_lost(layout: str, large: bool, random: Ra
     cache = Cache(pool, records, 6, most, large=large)
     tier = HostTier(cache, 1 << 30, 0)
     tree, known, live, from_host = Prefixes(cache, tier=tier), list[Ids](), list[Row](), 0
-    for _ in range(150 * ROUNDS):
+    for _ in range(80 * ROUNDS):
         ids = some_ids(random, known, most)
         while len(live) > random.choice([0, 1, 2]):
             live.pop(random.randrange(len(live))).sequence.free()
@@ -108,7 +111,7 @@ def test_nothing_that_was_committed_is_lost(layout: str, large: bool, random: Ra
         known.append(ids)
         live.append(row)
         Tables(tree).check()
-    assert from_host > 20
+    assert from_host > 5
     for row in live:
         row.verify()
         row.sequence.free()
@@ -234,36 +237,22 @@ def test_what_cannot_be_copied_is_evicted_all_the_same(call: str) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("name", ["evict", "begin", "begin and evict"])
-def test_an_interruption_at_any_line(name: str) -> None:
-    """All that is found afterwards is right, and all memory comes back."""
-    first, second, *others = prompts(4)
-    ended, line = None, 0
-    while ended is None:
-        line += Random().randint(1, 40)  # not at all of them, and at others in each run
-        cache = make(25)
-        for ids in (first, second):
-            compute(cache, ids)
-        tree, tier = cache.prefixes, cache.host_tier
-        assert tree
-        assert tier
-        if name == "begin":
-            tree.evict(1 << 30)
-        what = {
-            "evict": lambda tree=tree: tree.evict(1 << 30),
-            "begin": lambda cache=cache: cache.sequence(token_ids=[*first, 1, 2]),
-            "begin and evict": lambda cache=cache: cache.sequence(token_ids=[5] * 120),
-        }
-        ended = interrupted(what[name], line)
+def test_interrupted_requests_lose_nothing() -> None:
+    """A timer interrupts prompts that evict others and load them from the host. What is found afterwards is right."""
+    random, came = Random(), 0
+    cache = make(25)
+    until = time.monotonic() + 0.5 * ROUNDS
+    while time.monotonic() < until:
+        ids = random.choice(prompts(4))
+        came += interrupted_after(functools.partial(compute, cache, ids), random.uniform(0, 0.002))
+        compute(cache, random.choice(prompts(4)))
         cache.check()
-        for ids in (first, *others, second, first):
-            compute(cache, ids)
-        cache.check()
-        tree.evict(1 << 30)
-        tier.finish(1 << 30)
-        tree.close()
-        assert cache.pool.frames["held"].sum() == 0
-        cache.close()
+    assert came
+    cache.prefixes.evict(1 << 30)
+    cache.host_tier.finish(1 << 30)  # type: ignore[union-attr]
+    cache.prefixes.close()
+    assert cache.pool.frames["held"].sum() == 0
+    cache.close()
 
 
 def test_threads_with_prompts_that_begin_alike() -> None:

@@ -127,6 +127,7 @@ def ptxas() -> str | None:
     return next((str(path) for path in packaged if path.exists()), shutil.which("ptxas"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("family", "few"), [("decode", 1), ("others", 1)])
 def test_what_kernels_compile_to(family: str, few: int) -> None:
     """Parameters as they are packed, 16-byte accesses, tensor-core instructions, few spills, no double precision.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from textwrap import dedent
 
 import pytest
+from conftest import run_python
 
 COMPILES = """
     import os, sys
@@ -41,10 +39,7 @@ NOBODY = 54321
 
 def compiled(cache: Path, user: int, **environment: str) -> tuple[int, Path]:
     """How often a process with next to no environment compiles a kernel that it needs twice, and where it is kept."""
-    command = [sys.executable, "-c", dedent(COMPILES), str(user)]
-    child = subprocess.run(
-        command, env={"XDG_CACHE_HOME": str(cache)} | environment, capture_output=True, text=True, check=False
-    )
+    child = run_python(COMPILES, str(user), env={"XDG_CACHE_HOME": str(cache)} | environment)
     assert child.returncode == 0, child.stderr
     count, folder = child.stdout.split()
     return int(count), Path(folder)

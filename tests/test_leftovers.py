@@ -51,7 +51,7 @@ def test_what_a_test_leaves_fails_it(tmp_path: Path) -> None:
     child = tmp_path / "test_child.py"
     child.write_text(dedent(CHILD))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["VMMKV_LEFTOVERS_SECONDS"] = "1"
+    environment["VMMKV_LEFTOVERS_SECONDS"] = "0.3"
     output = run_module("pytest", "-q", "--rootdir", str(tmp_path), str(child), env=environment).stdout
     left = dict(re.findall(r"at teardown of test_(\w+) .*?\nE +Failed: left behind: (.*?)\n", output, re.DOTALL))
     assert left.keys() == {"thread", "server", "process", "generator_beside_a_thread"}, output

@@ -195,7 +195,7 @@ def test_what_no_other_process_wants_goes_to_the_one_that_wants_it() -> None:
 
 def test_processes_that_are_killed_lose_nothing() -> None:
     """At random moments. What is granted never exceeds the limit, and in the end one process can have all."""
-    child = run_python(KILLED, str(12 * ROUNDS))
+    child = run_python(KILLED, str(3 * ROUNDS))
     assert (child.returncode, child.stderr) == (0, "")
 
 

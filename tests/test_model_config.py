@@ -241,7 +241,7 @@ def test_what_is_no_k_and_v_of_each_token_is_refused_by_name(config, reason):
         layout_from_config(config)
 
 
-@pytest.mark.parametrize("kind", few(20, "kinds", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))))
+@pytest.mark.parametrize("kind", few(8, "kinds", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))))
 def test_a_layout_has_the_bytes_by_which_a_cache_grows_or_is_refused(kind):
     expected = "refused" if kind in REFUSED else "none" if kind in UNCOUNTED else "same"
     outcome = check_size(kind)

@@ -392,15 +392,6 @@ def is_live(sequence: vmmkv.Sequence) -> bool:
     return True
 
 
-@pytest.mark.parametrize("other", [("salt", None, None), (None, "adapter", None), (None, None, "tenant")])
-def test_others_see_nothing(other: tuple[Any, ...]) -> None:
-    world = make()
-    world.commit(world.start([1] * 40))
-    assert world.start([1] * 40, other).cached_tokens == 0
-    assert world.start([1] * 40, reuse=False).cached_tokens == 0
-    world.check()
-
-
 def test_what_nobody_committed_is_not_known() -> None:
     world = make()
     world.free(world.start([1] * 40))

@@ -63,6 +63,7 @@ def ask(port: int, **fields: Any) -> http.client.HTTPConnection:
     return connection
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_impatient", [False, True])
 def test_a_signal_ends_a_server_whose_clients_wait_or_have_gone(llama: str, is_impatient: bool) -> None:
     """One client streams, one waits for an answer in one piece, and both are told why it ends; one client has gone."""

@@ -150,54 +150,6 @@ def test_what_is_shared_is_read_only_in_the_child(token: int) -> None:
     assert process.returncode == (0 if token == 8 else -11)  # SIGSEGV
 
 
-@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"overread": 11}], ids=str)
-@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
-@pytest.mark.parametrize("which", [0, 1])
-def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
-    which: int, layout: vmmkv.KVLayout, options: dict
-) -> None:
-    cache = make(400, layout=layout, **options)
-    parent = cache.sequence(Random().randint(60, 80))
-    values = write(parent)
-    family = [parent, parent.fork()]
-    kept = Random().randint(0, 59)
-    family[which].truncate(kept)
-    family[which].extend(Random().randint(1, 100))
-    check(family[1 - which], values)
-    values_of_it = torch.cat([values[:kept], write(family[which], kept)])
-    check(family[which], values_of_it)
-    check(family[1 - which], values)
-    used(cache)
-
-
-@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"overread": 11}, {"large_frames": True}], ids=str)
-@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_who_unshares_may_write_over_old_tokens(which: int, layout: vmmkv.KVLayout, options: dict) -> None:
-    cache = make(800, layout=layout, **options)
-    parent = cache.sequence(Random().randint(60, 300))
-    values = write(parent)
-    family = [parent, *cache.fork_many(parent, 2)]
-    writer, length = family[which], parent.length
-    start, front = sorted(Random().sample(range(length + 1), 2))
-    if Random().random() < 0.5:
-        writer.release_before(front)
-        cache.unshare([writer], start)
-        start = front
-    else:
-        cache.unshare([writer], start)
-    written = torch.cat([values[writer.start : start], write(writer, start)])
-    check(writer, written)
-    for other in (each for each in family if each is not writer):
-        check(other, values)
-    used(cache)
-    for each, held in ((writer, written), *((each, values) for each in family if each is not writer)):
-        each.extend(9)
-        check(each, torch.cat([held, write(each, length)]))
-    cache.free(family)
-    assert used(cache) == 0
-
-
 def test_to_unshare_what_is_nobody_elses_takes_nothing() -> None:
     cache = make(pages=20)
     one, two = cache.sequence(5 * TOKENS), cache.sequence()
@@ -229,34 +181,6 @@ def test_what_cannot_be_unshared_is_as_before() -> None:
     assert used(cache) == 6
 
 
-EQUAL = vmmkv.KVLayout(3, 2, 16, torch.float32, layers_per_range=1)
-"""Three ranges of 16 tokens in a page."""
-
-
-def truncated(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
-    """A sequence that fills two pages of each range, and a fork that has dropped half of the second."""
-    family = [parent := cache.sequence(32), parent.fork()]
-    family[1].truncate(24)
-    return family
-
-
-def begun(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
-    """A sequence that fills three pages of each range, and a fork that has dropped all but the first."""
-    family = [parent := cache.sequence(48), parent.fork()]
-    family[1].truncate(16)
-    return family
-
-
-def forked(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
-    """Two sequences that fill two pages of each range, an empty one, and a fork of each of the two."""
-    family = [cache.sequence(32), cache.sequence(32), cache.sequence()]
-    return [*family, family[0].fork(), family[1].fork()]
-
-
-Family = Callable[[vmmkv.KVCache], list[vmmkv.Sequence]]
-Use = Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]
-
-
 def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
     """Also where no page is left, and those of the others are still in their rows."""
     cache = make(pages=3, rows=3)
@@ -284,23 +208,6 @@ def test_a_sequence_without_tokens_has_children_without_memory() -> None:
     for child in [parent, *children]:
         child.extend(20)
         check(child, write(child))
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
-def test_what_has_left_the_parent_in_front_the_child_has_not(layout: vmmkv.KVLayout) -> None:
-    cache = make(400, layout=layout)
-    parent = cache.sequence(Random().randint(100, 150))
-    values = write(parent)
-    start = Random().choice([Random().randint(1, 100), 3 * TOKENS, parent.length])
-    parent.release_before(start)
-    child = parent.fork()
-    assert (child.start, child.length) == (start, parent.length)
-    parent.release_before(parent.length)
-    parent.free()
-    cache.trim()
-    child.extend(30)
-    check(child, torch.cat([values[start:], write(child, len(values))]))
-    used(cache)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -770,7 +770,7 @@ def test_a_mask_without_the_window_of_its_layer_is_refused(device: str) -> None:
             model(tokens[:, 12:], past_key_values=cache)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4"])
 def test_without_kernels_nothing_is_compiled(name: str, device: str) -> None:
     """A warning says why; the model may be compiled by hand, but not captured."""

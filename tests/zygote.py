@@ -1,4 +1,5 @@
-"""Forks the child processes of `run_python`: most of their time would go to importing torch, which it has done.
+"""Forks the child processes of `run_python`. It has imported torch and loaded machine code, which would take most of
+their time. With the argument `bare` it has not imported vmmkv.
 
 A line of standard input is a child: code, arguments, environment, and the files that take its output. A line of
 standard output is how it ended.
@@ -17,6 +18,15 @@ from typing import Any
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch
+
+if "bare" not in sys.argv:
+    from vmmkv.core import entries as core
+    from vmmkv.driver import entries as driver
+    from vmmkv.prefix import entries as prefix
+
+    for library in (driver, core, prefix):
+        getattr(library, library.ENTRIES[0].__name__)  # loads all of the library
+    assert "numba" not in sys.modules  # children choose whether its simulator runs
 
 torch.set_num_threads(1)  # as in the tests; and threads would not be there in a child
 
