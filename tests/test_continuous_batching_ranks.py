@@ -125,6 +125,34 @@ def one_is_refused_memory(half: Half) -> None:
     assert half.had_more > 0 or half.rank == 1
 
 
+def one_has_no_room_to_sleep(half: Half) -> None:
+    """In its host memory, for some: those that were moved in both come back, and the others go on, in both."""
+    suspend, asked = vmmkv.Sequence.suspend, 0
+
+    def suspend_some(sequence: vmmkv.Sequence) -> None:
+        nonlocal asked
+        asked += 1
+        if half.rank == 1 and asked % 3 == 0:
+            raise vmmkv.OutOfHostMemoryError("it is full")
+        suspend(sequence)
+
+    refused = 0
+    with half.serve(MANY, cpu_offload_space=0.001) as served:
+        names = served.ask(half.expected)
+        while not refused:
+            with mock.patch.object(vmmkv.Sequence, "suspend", suspend_some):
+                try:
+                    rows.sleep(half.model, offload=True)
+                except vmmkv.OutOfHostMemoryError:
+                    refused += 1
+            rows.wake(half.model)
+        if half.rank == 0:
+            done = served.results(len(names))
+            for name in names:
+                assert done[name].generated_tokens == served.asked[name].tokens
+        dist.barrier(half.group)
+
+
 def passes_are_compiled(half: Half) -> None:
     """Those with prompts, or decode. Each process compiles its part of a layer; sums over both are part of it."""
     programs: list[list[str]] = []
@@ -193,6 +221,7 @@ SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
     "llama-gqa": [
         one_forgets,
         one_is_refused_memory,
+        one_has_no_room_to_sleep,
         one_fails,
         one_cannot_begin,
         not_all_are_told_the_same,
