@@ -7,12 +7,13 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -201,6 +202,20 @@ def one_cannot_begin(half: Half) -> None:
         assert half.dies_of(served) is (vmmkv.RankFailedError, vmmkv.BudgetError)[half.rank]
 
 
+def one_sleeps_alone(half: Half) -> None:
+    """It is told so in time; the other goes on to its own end once it sleeps, too."""
+    rows.enable(half.model, max_bytes="64MiB", max_seq_len=100)
+    with Served(half.model, cpu_group_timeout=2.0) as served:
+        if half.rank == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)time"):
+                rows.sleep(half.model)
+        dist.barrier(half.group)
+        if half.rank == 1:
+            with suppress(RuntimeError):
+                rows.sleep(half.model)
+        join(served.manager._generation_thread)
+
+
 def not_all_are_told_the_same(half: Half) -> None:
     """Each says which of its options it is."""
     told = {"max_seq_len": (100, 101), "kv_dtype": ("int8", "fp8")}
@@ -224,6 +239,7 @@ SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
         one_has_no_room_to_sleep,
         one_fails,
         one_cannot_begin,
+        one_sleeps_alone,
         not_all_are_told_the_same,
         loaded_with_a_plan,
     ],

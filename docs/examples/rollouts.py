@@ -26,7 +26,7 @@ rows.enable(model, pool=pool, persistent=True, raise_errors=True)
 # --8<-- [start:loop]
 def rollout(copies: int = 4) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers: copies of a prompt share its pages."""
-    sampling = GenerationConfig(max_new_tokens=16, do_sample=True, pad_token_id=0, eos_token_id=-1)
+    sampling = GenerationConfig(max_new_tokens=16, do_sample=True, pad_token_id=0, eos_token_id=-1)  # type: ignore[no-untyped-call]
     asked = [prompt for prompt in prompts for _ in range(copies)]
     results = model.generate_batch(asked, generation_config=sampling, progress_bar=False)
     return list(zip(asked, (result.generated_tokens for result in results.values())))

@@ -99,7 +99,8 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
     stay, and their CUDA graphs. Cached prefixes are dropped.
 
     A manager that has stopped needs no `wake`. One that runs takes requests, and begins with them at `wake`; until then
-    the model attends as before `enable`, and may be trained.
+    the model attends as before `enable`, and may be trained. In a tensor parallel group all processes sleep and wake;
+    one that sleeps alone has an error after `cpu_group_timeout`.
 
     Args:
         model: a model on rows.
