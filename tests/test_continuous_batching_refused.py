@@ -221,7 +221,7 @@ def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
 def test_paged_generation_says_that_a_request_failed(model: PreTrainedModel) -> None:
     """A tensor has no place for that: the answer would be a short one, or padded."""
     rows.enable(model, pool=pool(4), max_seq_len=100)
-    with pytest.raises(vmmkv.VmmkvError, match="req_0 of the prompts of generate ended with an error: "):
+    with pytest.raises(vmmkv.VmmkvError, match="request req_0 ended with an error: "):
         model.generate(torch.full((1, 60), 5), cache_implementation="paged", max_new_tokens=30, do_sample=False)
 
 
