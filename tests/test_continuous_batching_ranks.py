@@ -7,12 +7,13 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -125,6 +126,34 @@ def one_is_refused_memory(half: Half) -> None:
     assert half.had_more > 0 or half.rank == 1
 
 
+def one_has_no_room_to_sleep(half: Half) -> None:
+    """In its host memory, for some: those that were moved in both come back, and the others go on, in both."""
+    suspend, asked = vmmkv.Sequence.suspend, 0
+
+    def suspend_some(sequence: vmmkv.Sequence) -> None:
+        nonlocal asked
+        asked += 1
+        if half.rank == 1 and asked % 3 == 0:
+            raise vmmkv.OutOfHostMemoryError("it is full")
+        suspend(sequence)
+
+    refused = 0
+    with half.serve(MANY, cpu_offload_space=0.001) as served:
+        names = served.ask(half.expected)
+        while not refused:
+            with mock.patch.object(vmmkv.Sequence, "suspend", suspend_some):
+                try:
+                    rows.sleep(half.model, offload=True)
+                except vmmkv.OutOfHostMemoryError:
+                    refused += 1
+            rows.wake(half.model)
+        if half.rank == 0:
+            done = served.results(len(names))
+            for name in names:
+                assert done[name].generated_tokens == served.asked[name].tokens
+        dist.barrier(half.group)
+
+
 def passes_are_compiled(half: Half) -> None:
     """Those with prompts, or decode. Each process compiles its part of a layer; sums over both are part of it."""
     programs: list[list[str]] = []
@@ -173,6 +202,20 @@ def one_cannot_begin(half: Half) -> None:
         assert half.dies_of(served) is (vmmkv.RankFailedError, vmmkv.BudgetError)[half.rank]
 
 
+def one_sleeps_alone(half: Half) -> None:
+    """It is told so in time; the other goes on to its own end once it sleeps, too."""
+    rows.enable(half.model, max_bytes="64MiB", max_seq_len=100)
+    with Served(half.model, cpu_group_timeout=2.0) as served:
+        if half.rank == 0:
+            with pytest.raises(RuntimeError, match=r"(?i)time"):
+                rows.sleep(half.model)
+        dist.barrier(half.group)
+        if half.rank == 1:
+            with suppress(RuntimeError):
+                rows.sleep(half.model)
+        join(served.manager._generation_thread)
+
+
 def not_all_are_told_the_same(half: Half) -> None:
     """Each says which of its options it is."""
     told = {"max_seq_len": (100, 101), "kv_dtype": ("int8", "fp8")}
@@ -193,8 +236,10 @@ SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
     "llama-gqa": [
         one_forgets,
         one_is_refused_memory,
+        one_has_no_room_to_sleep,
         one_fails,
         one_cannot_begin,
+        one_sleeps_alone,
         not_all_are_told_the_same,
         loaded_with_a_plan,
     ],

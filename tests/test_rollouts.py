@@ -154,8 +154,9 @@ def test_verls_words(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("together", [1, 4])
 def test_equal_prompts_share_pages_though_they_come_at_once(model: PreTrainedModel, together: int) -> None:
     """Whether they fit into one pass or not."""
-    (one,), pool, most = answers(model, 1), make_pool(), 0
-    one = answer(model, [2 + number % 90 for number in range(300)], 8) or one
+    pool, most, random = make_pool(), 0, Random()
+    while not (one := answer(model, [random.randrange(2, VOCABULARY) for _ in range(300)], 8)):
+        pass
     rows.enable(model, pool=pool)
     pages = -(-len(one.prompt) * kept_bytes(model) // PAGE_SIZE)
     with model.continuous_batching_context_manager(**config(max_batch_tokens=400 * together)) as manager:
@@ -200,3 +201,15 @@ def test_a_thousand_sleeps_leave_memory_where_it_was(model: PreTrainedModel) -> 
             rows.wake(model)
         assert physical(pool) == 0
         assert len(rows.managers_of(model)) == 1
+
+
+def test_equal_prompts_begin_together_once_one_is_computed(model: PreTrainedModel) -> None:
+    """Not one with each pass."""
+    (one,) = answers(model, 1)
+    rows.enable(model, pool=make_pool())
+    with model.continuous_batching_context_manager(**config(max_batch_tokens=400)) as manager:
+        with manager.pause():
+            names = manager.add_requests([one.prompt] * 8)
+        done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
+        assert manager.current_batch <= NEW + 2
+    assert all(done[name].generated_tokens == one.tokens for name in names)

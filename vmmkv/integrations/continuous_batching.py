@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import ExitStack
 from numbers import Real
 from typing import Any
 
@@ -98,7 +99,8 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
     stay, and their CUDA graphs. Cached prefixes are dropped.
 
     A manager that has stopped needs no `wake`. One that runs takes requests, and begins with them at `wake`; until then
-    the model attends as before `enable`, and may be trained.
+    the model attends as before `enable`, and may be trained. In a tensor parallel group all processes sleep and wake;
+    one that sleeps alone has an error after `cpu_group_timeout`.
 
     Args:
         model: a model on rows.
@@ -109,7 +111,14 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
         BusyError: requests run, and they are not to move.
         OutOfHostMemoryError: host memory has no room for all requests. They go on.
     """
-    return sum(manager.sleep(offload=offload) for manager in managers_of(_inside(model)))
+    with ExitStack() as undo:
+        freed = 0
+        for manager in managers_of(_inside(model)):
+            if not manager.is_asleep:
+                undo.callback(manager.wake)
+            freed += manager.sleep(offload=offload)
+        undo.pop_all()
+    return freed
 
 
 def wake(model: PreTrainedModel) -> None:

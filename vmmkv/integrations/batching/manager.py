@@ -63,6 +63,12 @@ class RowManager(their_api.ContinuousBatchingManager):
         self._processor: RowProcessor | None = None
         self._asleep: ExitStack | None = None
         """What ends a sleep, while requests wait for that."""
+        self._sleeping = threading.Lock()
+        """Guards it."""
+        self._pauses = 0
+        """How many callers have the model."""
+        self._pausing = threading.Lock()
+        """Guards their number."""
         self._starting = threading.Lock()
         self.asked = copy.deepcopy(continuous_batching_config)
         """The config that it was made for; a caller may keep the manager for others."""
@@ -88,6 +94,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        if self._pauses:
+            return  # a caller has the model
         model.eval()  # the model of a kept manager may have been trained since
         borrow(model, self)
         self.groups = groups_of(model, self.options.kv_dtype)
@@ -148,31 +156,60 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._end()
             raise
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether requests wait for `wake`."""
+        return self._asleep is not None
+
     def sleep(self, *, offload: bool = False) -> int:
         """Give the memory of K and V back to the system; see `continuous_batching.sleep`. Returns its bytes."""
-        if self.is_running() and self._asleep is None:
-            with ExitStack() as pause:
-                pause.enter_context(self.pause())
-                running = cast(RowProcessor, self._processor)
-                if offload:
-                    running.cache.requests.put_all_away()
-                elif running.scheduler.active_requests:
-                    raise BusyError(
-                        f"asked a manager to sleep that runs {len(running.scheduler.active_requests)} requests; wait "
-                        "until they are done, or ask for offload=True"
-                    )
-                self._asleep = pause.pop_all()
+        with self._sleeping:
+            if self.is_running() and self._asleep is None:
+                with ExitStack() as pause:
+                    if self._pause_for_sleep(pause):
+                        self._check_may_sleep(offload)
+                        self._asleep = pause.pop_all()
+            return self._trim()
+
+    def _pause_for_sleep(self, pause: ExitStack) -> bool:
+        """Pause until any thread wakes the manager; returns whether it runs."""
+        try:
+            pause.enter_context(self.pause())
+        except RuntimeError:
+            if self.background_thread_status.local_status == self.background_thread_status.STOPPED:
+                return False
+            raise
+        pauses = self.background_thread_status._local_pauses_requested  # a thread with some may not `stop`
+        pauses.value -= 1
+        pause.callback(lambda: setattr(pauses, "value", pauses.value + 1))  # of the thread that wakes it
+        return True
+
+    def _check_may_sleep(self, offload: bool) -> None:
+        """Move requests to host memory, or raise `BusyError` if there are some."""
+        Ranks(self.distributed_helper).least(0)  # fails in time where other processes do not sleep
+        running = cast(RowProcessor, self._processor)
+        if offload:
+            running.cache.requests.put_all_away()
+        elif running.scheduler.active_requests:
+            raise BusyError(
+                f"asked a manager to sleep that runs {len(running.scheduler.active_requests)} requests; wait until "
+                "they are done, or ask for offload=True"
+            )
+
+    def _trim(self) -> int:
         processor: Any = self.batch_processor
         return processor.cache.requests.trim() if processor is not None else 0
 
     def wake(self) -> None:
         """Have requests go on."""
-        if self._asleep is not None:
-            pause, self._asleep = self._asleep, None
-            pause.close()
+        with self._sleeping:
+            if self._asleep is not None:
+                pause, self._asleep = self._asleep, None
+                pause.close()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        self.wake()
+        if not self.background_thread_status.is_pause_requested(local=True):  # else it is refused
+            self.wake()
         super().stop(*args, **kwargs)
         if not self.is_running():
             self._end()
@@ -191,7 +228,11 @@ class RowManager(their_api.ContinuousBatchingManager):
         try:
             super()._run_generation_loop(*args, **kwargs)
         finally:
-            self._end()  # `stop` may not have waited
+            try:
+                if self.options.persistent:  # the next call may be long after
+                    self._trim()
+            finally:
+                self._end()  # `stop` may not have waited
 
     def _generation_step(self) -> None:
         """Run a batch. A `stop` that does not wait drops `batch_processor` at once."""
@@ -219,18 +260,27 @@ class RowManager(their_api.ContinuousBatchingManager):
         with super().pause():
             processor = self._processor
             self._wait_for_devices()
-            give_back(self.model, self)
+            with self._pausing:
+                self._pauses += 1
+                give_back(self.model, self)
             try:
                 yield
             finally:
                 self._wait_for_devices()
-                self.model.eval()
-                borrow(self.model, self)
-                self._compile_layers()
-                self._weights.change()
-                if processor is not None and self._made_for != (found := self._found()):
-                    self._made_for = found
-                    forget_graphs(processor.inputs_and_outputs)
+                with self._pausing:
+                    self._pauses -= 1
+                    if not self._pauses:
+                        self._take_back(processor)
+
+    def _take_back(self, processor: RowProcessor | None) -> None:
+        """Have the model again, which callers may have changed."""
+        self.model.eval()
+        borrow(self.model, self)
+        self._compile_layers()
+        self._weights.change()
+        if processor is not None and self._made_for != (found := self._found()):
+            self._made_for = found
+            forget_graphs(processor.inputs_and_outputs)
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):

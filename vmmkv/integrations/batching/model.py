@@ -122,13 +122,19 @@ def _checked(options: Options) -> Callable[..., Any]:
 
     @functools.wraps(their_api.ContinuousMixin.generate_batch)
     def generate_batch(
-        model: Any, inputs: Any, generation_config: Any = None, *args: Any, max_new_tokens: Any = None, **kwargs: Any
+        model: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        *args: Any,
+        max_new_tokens: Any = None,
+        **kwargs: Any,
     ) -> Any:
         config = generation_config or model.generation_config
         check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
         if options.persistent:
             kwargs["persistent_manager"] = True
-            _keep(model, config, kwargs.get("continuous_batching_config"))
+            _keep(model, config, continuous_batching_config)
         _check_kept(model, config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -136,14 +142,11 @@ def _checked(options: Options) -> Callable[..., Any]:
         if isinstance(kept := vars(model).get(KEPT), RowManager):
             kept.forget_results()
         told = {"max_new_tokens": max_new_tokens, **kwargs}
-        try:
-            results = type(model).generate_batch(model, ids, generation_config, *args, **told)
-        finally:
-            if options.persistent:  # the next call may be long after
-                for each in managers_of(model):
-                    each.sleep()
+        results = type(model).generate_batch(model, ids, generation_config, continuous_batching_config, *args, **told)
         if options.raise_errors:
             _raise_first_error(results)
+            if len(results) < (wanted := len(ids) * (config.num_return_sequences or 1)):
+                raise VmmkvError(f"{wanted - len(results)} requests were not answered; transformers has logged why")
         if isinstance(kwargs.get("cache_implementation"), OfGenerate):
             _pad(results, config)
         return results

@@ -135,8 +135,14 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         before = set(self.scheduler.active_requests)
         self.scheduler.forget_parents_that_are_gone()
         super().update_batch()
-        if not before <= self.scheduler.active_requests.keys():  # some are done
+        if done := before - self.scheduler.active_requests.keys():
             self.scheduler.end_turn()
+        for name in done:
+            self.cache.requests.end_anywhere(name)  # one that was put away while the batch with its last token ran
+
+    def fail_all_requests(self, error: Exception) -> None:
+        super().fail_all_requests(error)
+        self.cache.requests.end_all()  # in host memory as well
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         """Tell the callers of a request, and of those that were to fork from it, that it failed."""

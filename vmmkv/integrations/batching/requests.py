@@ -246,7 +246,8 @@ class Requests:
 
     def fork(self, name: str, children: list[str]) -> list[str]:
         """Start requests that hold what this one holds, as many as there is room for; returns which."""
-        _, count = self._ranks.attempt(partial(self._fork_here, self._requests[name], children))
+        parent = self._requests[name]
+        _, count = self._ranks.attempt(partial(self._fork_here, parent, [] if parent.is_away else children))
         for child in children[int(count) :]:
             self.end_anywhere(child)
         return children[: int(count)]
@@ -277,17 +278,18 @@ class Requests:
         Raises:
             OutOfHostMemoryError: there is no room for all. Requests whose tokens were moved come back as well.
         """
+        self._is_refused = False
         here = [request for request in self._requests.values() if not request.is_away]
-        _, moved = self._ranks.attempt(lambda: all(_suspend(request.sequences) for request in here))
         for request in here:
-            request.is_away = all(each.is_suspended for each in request.sequences)
-            if not request.is_away:
-                _resume(request.sequences)
-        if not moved:
-            raise OutOfHostMemoryError(
-                f"asked to move {len(here)} requests to host memory, which has no room for all; give the "
-                "ContinuousBatchingConfig a larger cpu_offload_space"
-            )
+            _, moved = self._ranks.attempt(partial(_suspend, request.sequences))
+            request.is_away = True
+            if not moved:
+                _, is_back = self._ranks.attempt(partial(_resume, request.sequences))
+                request.is_away = not is_back  # others may have taken what it held
+                raise OutOfHostMemoryError(
+                    f"asked to move {len(here)} requests to host memory, which has no room for all; give the "
+                    "ContinuousBatchingConfig a larger cpu_offload_space"
+                )
 
     def end(self, name: str) -> None:
         """End a request, if there is one of this name, unless its tokens are in host memory."""
@@ -412,10 +414,13 @@ def _suspend(sequences: list[Sequence]) -> bool:
     return False
 
 
-def _resume(sequences: list[Sequence]) -> None:
-    """Bring sequences back of which not all could be moved: there was room for them a moment ago."""
-    for each in sequences:
-        each.resume()
+def _resume(sequences: list[Sequence]) -> bool:
+    """Bring sequences back from host memory; returns whether there was room for all."""
+    with suppress(*NO_ROOM):
+        for each in sequences:
+            each.resume()
+        return True
+    return False
 
 
 def _free(sequences: list[Sequence]) -> None:

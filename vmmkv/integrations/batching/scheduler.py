@@ -42,6 +42,14 @@ def children_of(state: RequestState) -> list[str]:
     return [f"{state.request_id}{CHILD}{number}" for number in range(state.num_children)]
 
 
+def _prompt_of(state: RequestState) -> int:
+    """A number that requests with one prompt share. It is kept: each step asks for those of all requests."""
+    own = vars(state)
+    if "prompt" not in own:
+        own["prompt"] = hash(tuple(state.initial_tokens))
+    return int(own["prompt"])
+
+
 class RowScheduler(Scheduler):
     """Chooses requests, with a scheduler of transformers'."""
 
@@ -83,18 +91,21 @@ class RowScheduler(Scheduler):
         self.stuck = NEVER
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """The requests that may begin. Of those with one prompt, one begins, and others when they can share it."""
+        """The requests that may begin. Of those with one prompt, one begins, and the others when they can share it."""
         if not self._has_turn():
             return []
         candidates = list(super()._get_waiting_candidates())
         if not self.cache.use_prefix_sharing:
             return candidates
-        begun = {tuple(each.initial_tokens) for each in self.active_requests.values() if not each.generated_len()}
+        active = self.active_requests.values()
+        computed = {_prompt_of(each) for each in active if each.generated_len()}
+        begun = {_prompt_of(each) for each in active} - computed
         chosen = []
         for each in candidates:
-            prompt = tuple(each.initial_tokens)
+            prompt = _prompt_of(each)
             if prompt not in begun:
                 chosen.append(each)
+            if prompt not in computed:
                 begun.add(prompt)
         return chosen
 
