@@ -33,6 +33,13 @@ from vmmkv.driver.table import FUNCTIONS
 
 from .environment import environment, print_result
 
+
+class Core(Cache):
+    """A cache of the core that starts sequences under the name that `KVCache` has for it."""
+
+    sequence = Cache.start
+
+
 LAYOUT = KVLayout(32, 8, 128, torch.bfloat16)
 """Llama-3.1-8B's: 16 tokens in a page of 2 MiB."""
 TOKENS = 16
@@ -104,7 +111,7 @@ class Bench:
 
     def core(self, pages: int, sequences: int, row_pages: int, *, large: bool = False) -> Cache:
         """The core's cache, on a pool of its own."""
-        return Cache(Pool(self.driver, pages), LAYOUT.record_bytes, sequences, row_pages * TOKENS, large=large)
+        return Core(Pool(self.driver, pages), LAYOUT.record_bytes, sequences, row_pages * TOKENS, large=large)
 
     def today(self, pages: int, sequences: int, row_pages: int, *, large: bool = False) -> KVCache | None:
         """Today's cache; none on a driver without memory, which it cannot be given."""
@@ -323,17 +330,20 @@ class Bench:
         """Milliseconds in which a cache grows onto 10 GiB of large frames that another cache's parked rows have."""
         pages = min(10 << 30, self.driver.memory_info()[0] // 2) // self.size // LARGE * LARGE
         pool = Pool(self.driver, pages)
-        first, second = (Cache(pool, LAYOUT.record_bytes, 8, pages * TOKENS) for _ in range(2))
+        first, second = (Core(pool, LAYOUT.record_bytes, 8, pages * TOKENS) for _ in range(2))
         first.sequence(pages * TOKENS).free()
         self.driver.synchronize()
         took = timed(lambda: second.sequence(pages * TOKENS).free()) / 1e3
-        pool.trim()
+        pool.trim_to()
         return took
 
 
 def trim(cache: Any) -> None:
     """Gives all surplus back."""
-    (cache.pool if isinstance(cache, Cache) else cache).trim()
+    if isinstance(cache, Cache):
+        cache.pool.trim_to()
+    else:
+        cache.trim()
 
 
 def timed(operation: Callable[[], object]) -> float:
@@ -364,7 +374,7 @@ def in_turns(sides: Sides, rounds: int) -> dict[str, dict[str, float]]:
 
 def python_calls(driver: Driver) -> dict[str, int]:
     """Python functions that are called, by operation."""
-    cache = Cache(Pool(driver, 4096), LAYOUT.record_bytes, 512, 64 * TOKENS, large=False)
+    cache = Core(Pool(driver, 4096), LAYOUT.record_bytes, 512, 64 * TOKENS, large=False)
     one, many = cache.sequence(), cache.batch(cache.sequence(1) for _ in range(256))
     parent, born = cache.sequence(8 * TOKENS), [cache.sequence(TOKENS)]
     return {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
 from vmmkv.core import entries, mapper
+from vmmkv.core.codes import RING
 from vmmkv.core.pool import Ask, Pool
-from vmmkv.core.tables import RING
 from vmmkv.driver.host import NullDriver
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
