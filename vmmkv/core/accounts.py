@@ -56,8 +56,7 @@ def forget_adoption(cache: int) -> int:
 
 @entry
 def plan_close(cache: int, ask: int) -> int:
-    """Takes a cache without sequences and pages off its pool. Returns `DONE`; or `TAKEN`: there are sequences, or
-    pages."""
+    """Takes a cache off its pool. Returns `DONE`; or `TAKEN`: there are sequences, or pages."""
     c = cache_of(cache)
     p, caches = pool_of(c.pool), caches_of(c.pool)
     settle(c.pool, ask)

@@ -50,8 +50,7 @@ def map_ahead(cache: int, row: int, frames: int, ask: int) -> int:
 
 @entry
 def plan_ahead(pool: int, frames: int, ask: int) -> int:
-    """Plans to map up to so many frames behind rows that are about to need them. Returns a serial, `DONE` where no row
-    needs any, or a reason."""
+    """Plans to map up to so many frames behind queued rows. Returns a serial, `DONE` for no frames, or a reason."""
     p, caches, done = pool_of(pool), caches_of(pool), 0
     settle(pool, ask)
     begin(pool)

@@ -166,8 +166,7 @@ def release_row(cache: int, row: int) -> None:
 
 @inner
 def finish(pool: int, accepted: int, ask: int) -> int:
-    """Books a journal as far as it was run, and closes it. Returns `DONE`, or `RING` where the mapper has work, or
-    `FAILED` or `CHANGED`."""
+    """Books a journal as far as it was run, and closes it. Returns `DONE`, `RING`, `FAILED` or `CHANGED`."""
     p = pool_of(pool)
     was_run = accepted and p.done == p.calls
     done = 1 if was_run and are_current(pool) else 0

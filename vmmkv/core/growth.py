@@ -3,22 +3,7 @@
 from ..compiled import entry, inner
 from .access import ask_of, cache_of, extent_at, pool_of, row_at, step_in, words_at
 from .booking import refuse, settle
-from .codes import (
-    BROKEN,
-    CAPTURED,
-    DEAD,
-    DONE,
-    GONE,
-    NEEDS,
-    NO_PAGES,
-    NO_TOKEN,
-    PART,
-    RING,
-    SUSPENDED,
-    TOO_LONG,
-    TWICE,
-    WAIT,
-)
+from .codes import BROKEN, CAPTURED, DEAD, DONE, NEEDS, NO_PAGES, NO_TOKEN, PART, RING, SUSPENDED, TOO_LONG, TWICE, WAIT
 from .journal import begin, close, emit_row, plan_fill_cut, plan_length, plan_new, plan_unmap_all
 from .pages import page_of, pages_for, row_of
 from .reclaim import ALL, is_idle, supply
@@ -40,7 +25,7 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
         row = row_of(cache, tickets[index])
         if row < 0:
             a.row = index
-            return GONE
+            return row
         r = row_at(cache, row)
         if r.turn == c.turn:
             a.row = index

@@ -50,8 +50,7 @@ def begin(pool: int) -> None:
 
 @inner
 def plan_unmap(cache: int, row: int, part: int, page: int, end: int) -> int:
-    """Plans to unmap the first or the last pages of a row, and takes them out of its extents. Returns the pages of
-    frames that become free."""
+    """Plans to unmap the first or the last pages of a row. Returns the pages of frames that become free."""
     e = extent_at(cache, row, part)
     s = step_in(cache_of(cache).pool, emit_row(cache, UNMAP, row, part, page, end - page, 0))
     s.ready, s.head_end, s.shared, s.readonly = e.ready, e.head_end, e.shared, e.readonly
@@ -95,8 +94,7 @@ def must_fill(cache: int, row: int, frame: int) -> int:
 
 @inner
 def plan_fill(cache: int, row: int, part: int, page: int, end: int) -> int:
-    """Plans to fill pages on the stream of the row's sequence. Earlier steps make them accessible. Returns the number
-    of the step."""
+    """Plans to fill pages, accessible by then, on the stream of the row's sequence. Returns the number of the step."""
     pool, index = cache_of(cache).pool, emit_row(cache, FILL, row, part, page, end - page, 0)
     step_in(pool, index).other = poison_of(cache)
     pool_of(pool).fills += 1
@@ -147,8 +145,7 @@ def close(pool: int) -> int:
 
 @inner
 def close_if_any(pool: int, otherwise: int) -> int:
-    """Ends the driver calls of a journal, and returns its serial; or drops a journal without steps, and returns
-    `otherwise`."""
+    """Ends the driver calls of a journal: see `close`. Drops a journal without steps, and returns `otherwise`."""
     if pool_of(pool).steps:
         return close(pool)
     pool_of(pool).pending = 0

@@ -153,8 +153,7 @@ def plan_in(cache: int, row: int, part: int, page: int, pages: int, frame: int) 
 
 @entry
 def plan_unstage(pool: int, ask: int) -> int:
-    """Plans to drop a staged copy that lies in no row. The caller has waited for the device. Returns a serial, or
-    `DONE`."""
+    """Plans to drop a staged copy that lies in no row, behind all work on the device. Returns a serial, or `DONE`."""
     p = pool_of(pool)
     settle(pool, ask)
     if not p.staged:

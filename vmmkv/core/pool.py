@@ -310,8 +310,7 @@ class Pool:
         return self.word("small") + self.word("larges") * LARGE
 
     def release(self, pages: int) -> int:
-        """Gives up to so many pages that are free, surplus, or only held by guests, back to the driver; returns how
-        many."""
+        """Gives up to so many pages that no sequence uses back to the driver; returns how many."""
         before, pages = self.word("created"), max(pages, 0)
         self.trim_to(before - pages)
         missing = pages - before + self.word("created")
@@ -390,8 +389,7 @@ class Pool:
         entries.close_account(self.address, number)
 
     def keep_stream(self, ask: Ask, stream: Any = None) -> None:
-        """Keeps the object of a stream, the current one if it is None, that a compiled call has named for the first
-        time."""
+        """Keeps the object of a stream, None for the current one, that a compiled call has named for the first time."""
         if ask.words[FRESH]:
             self.driver.slot_streams[ask.words[FRESH] - 1] = self.driver.current_stream() if stream is None else stream
 

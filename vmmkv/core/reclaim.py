@@ -37,8 +37,7 @@ def is_idle(cache: int, row: int, ask: int) -> int:
 
 @inner
 def take_back(cache: int, row: int, part: int, first: int, wanted: int) -> int:
-    """Plans to unmap pages from the end of a row, down to `first`, until so many become free. Returns how many become
-    free."""
+    """Plans to unmap pages from a row's end, down to `first`, until so many are free. Returns how many are free."""
     pool, e, gained = cache_of(cache).pool, extent_at(cache, row, part), 0
     page = e.mapped
     while page > max(first, e.first) and gained < wanted:
@@ -162,8 +161,7 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
 
 @entry
 def plan_trim_own(cache: int, most: int, ask: int) -> int:
-    """Plans to unmap surplus of a cache, until about `most` pages become free. Returns a serial; `GONE` where there is
-    none; or `WAIT`."""
+    """Plans to unmap surplus of a cache, of about `most` pages. Returns a serial, `GONE` for no surplus, or `WAIT`."""
     pool, rows, num_rows, gained = cache_of(cache).pool, rows_of(cache), cache_of(cache).num_rows, 0
     settle(pool, ask)
     ask_of(ask).slots = 0

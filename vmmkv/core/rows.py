@@ -47,8 +47,7 @@ def unlink_old(cache: int, row: int) -> None:
 
 @inner
 def link_old(cache: int, row: int) -> None:
-    """Puts a row on the list of rows to reclaim: at the young end, or at the old end if its stamp is older than the
-    youngest there."""
+    """Puts a row on the list to reclaim: at the young end, or at the old end if others there are younger."""
     rows, behind = rows_of(cache), cache_of(cache).num_rows  # the head, whose `younger` is the oldest row
     r = rows[row]
     if r.is_old:
@@ -151,8 +150,7 @@ def count_users(cache: int, row: int, part: int, first: int, end: int, users: in
 
 @inner
 def copies_of(cache: int, row: int, part: int, page: int) -> int:
-    """Pages that a row uses from one on, and other live rows use, too: so many more are used once the row has its
-    own."""
+    """Pages that a row uses from one on, and other live rows use, too: the row needs a copy of them to have its own."""
     e, total = extent_at(cache, row, part), 0
     page = fit(cache, row, part, max(page, e.use_first), 0)
     while page < min(e.shared, e.use_end):

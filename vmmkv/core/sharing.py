@@ -25,8 +25,7 @@ def next_list(frames_at: int) -> int:
 
 @inner
 def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
-    """Plans to map a frame that other rows or a guest have. Until the commit the frame counts as used. Returns its
-    pages."""
+    """Plans to map a frame that other rows or a guest have: it counts as used until the commit. Returns its pages."""
     pool, pages = cache_of(cache).pool, frame_in(cache_of(cache).pool, frame).pages
     add_user(cache, frame, 1)
     step_in(pool, emit_row(cache, MAP, row, part, page, pages, frame)).other = 1

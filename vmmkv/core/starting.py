@@ -201,8 +201,7 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
 
 @entry
 def kept(cache: int, row: int, last: int) -> int:
-    """The number of tokens, from the first on, that are still mapped of an ended sequence on its row; -1 if another
-    sequence has had the row."""
+    """The number of first tokens of an ended sequence that are mapped on its row; -1 if another one has had the row."""
     c, r = cache_of(cache), row_at(cache, row)
     if r.owner or r.busy or r.last != last or r.broken:
         return -1

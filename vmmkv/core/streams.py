@@ -122,8 +122,7 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 
 @inner
 def wait_for_all(driver: int, ask: int) -> None:
-    """Waits for all work on the device, where an event could not be recorded behind it: see
-    `vmmkv.driver.running.synchronize`."""
+    """Waits for all work on the device where no event can be recorded: see `vmmkv.driver.running.synchronize`."""
     d = driver_of(driver)
     if enter(driver, ask) == 0:
         if call(d.allocate, (ask + STATUS * WORD, 1)):

@@ -129,8 +129,7 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
 
 @inner
 def order_own(cache: int, row: int, slots: int, tick: int, ask: int) -> int:
-    """Makes a row's own stream wait for the row's fence, and another fence. Returns `DONE`, `FULL`, `CAPTURED` or
-    `FAILED`."""
+    """Makes a row's stream wait for its fence and another. Returns `DONE`, `FULL`, `CAPTURED` or `FAILED`."""
     driver, a, r = pool_of(cache_of(cache).pool).driver, ask_of(ask), row_at(cache, row)
     if r.stream == 0:
         return DONE
