@@ -79,7 +79,7 @@ class World:
 
     def do_begin(self, index: int) -> None:
         count = self.random.choice([0, 1, 8, 60])
-        self.begin(index, partial(self.caches[index].sequence, count, expected=self.random.choice([0, 70])), [])
+        self.begin(index, partial(self.caches[index].start, count, expected=self.random.choice([0, 70])), [])
         for row in self.rows[index]:
             if row.sequence.length > len(row.tokens):
                 row.write(self.random, len(row.tokens))
