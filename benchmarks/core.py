@@ -52,10 +52,10 @@ class Bench:
         base, cache = self.driver.reserve(most * self.size), self.cache(most, 2, most, large=large)
 
         def by_core() -> float:
-            sequence = cache.sequence()
+            sequence = cache.start()
             took = microseconds(lambda: [sequence.extend(step * TOKENS) for _ in range(most // step)])
             sequence.free()
-            cache.pool.trim()
+            cache.pool.trim_to()
             return took * step / most
 
         def by_hand() -> float:
@@ -84,7 +84,7 @@ class Bench:
         cache = self.cache(1, 2, 1)
 
         def by_core() -> float:
-            gone, growing = cache.sequence(TOKENS), cache.sequence()
+            gone, growing = cache.start(TOKENS), cache.start()
             gone.free()
             self.driver.synchronize()
             took = microseconds(growing.extend, TOKENS)
@@ -110,13 +110,13 @@ class Bench:
 
         def by_core(extend: Callable[[list[Sequence]], Callable[[], object]]) -> Callable[[], float]:
             def run() -> float:
-                sequences = [cache.sequence(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
+                sequences = [cache.start(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
                 grow = extend(sequences)
                 for _ in range(3):
                     grow()
                 took = microseconds(grow)
                 cache.free(sequences)
-                cache.pool.trim()
+                cache.pool.trim_to()
                 return took
 
             return run
@@ -146,17 +146,17 @@ class Bench:
     def ending(self, parked: int) -> tuple[Sides, Sides]:
         """Free a sequence of four pages, and start one on its row, beside parked rows."""
         cache, tokens = self.cache(parked + 64, parked + 64, 4), 4 * TOKENS
-        cache.free([cache.sequence(1) for _ in range(parked)])
-        held = [cache.sequence(tokens)]
+        cache.free([cache.start(1) for _ in range(parked)])
+        held = [cache.start(tokens)]
 
         def free() -> float:
             took = microseconds(held[0].free)
-            held[0] = cache.sequence(tokens)
+            held[0] = cache.start(tokens)
             return took
 
         def adopt() -> float:
             held[0].free()
-            return microseconds(lambda: held.__setitem__(0, cache.sequence(tokens)))
+            return microseconds(lambda: held.__setitem__(0, cache.start(tokens)))
 
         return {"core": free}, {"core": adopt}
 
@@ -164,12 +164,12 @@ class Bench:
         """Fork a sequence of full pages."""
         base, handles = self.driver.reserve(pages * self.size), [self.hand.create() for _ in range(pages)]
         cache = self.cache(pages + 8, 2, pages + 8)
-        parent, children = cache.sequence(pages * TOKENS), list[Sequence]()
+        parent, children = cache.start(pages * TOKENS), list[Sequence]()
 
         def by_core() -> float:
             took = microseconds(lambda: children.append(parent.fork()))
             children.pop().free()
-            cache.pool.trim()
+            cache.pool.trim_to()
             return took
 
         def share() -> None:
@@ -194,9 +194,9 @@ class Bench:
 
         def by_core() -> float:
             started: list[Sequence] = []
-            took = microseconds(lambda: started.extend(cache.sequence(tokens) for _ in range(sequences)))
+            took = microseconds(lambda: started.extend(cache.start(tokens) for _ in range(sequences)))
             cache.free(started)
-            cache.pool.trim()
+            cache.pool.trim_to()
             return took
 
         def by_hand() -> float:

@@ -223,7 +223,7 @@ class Machine:
     def check(self) -> None:
         held = self.held_frames()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
-            self.pool.set_limit(self.pool.word("budget"))
+            self.pool.limit_to(self.pool.word("budget"))
         check(self.pool, self.caches, held)
         for models in self.models:
             for model in models:
@@ -262,7 +262,7 @@ class Machine:
         expected = min(self.random.choice([0, 0, 30, 100]), cache.max_seq_len)
         row = self.random.choice([None, None, None, self.random.randrange(cache.max_sequences)])
         key = self.random.choice([0, 0, 0, 5])
-        sequence = cache.sequence(tokens, expected=expected, key=key, row=row)
+        sequence = cache.start(tokens, expected=expected, key=key, row=row)
         model = Model(sequence, stream, key, self.byte(tokens))
         assert row is None or sequence.row == row
         if cache.state[0]["key_of_sequence"] or key:
@@ -320,7 +320,7 @@ class Machine:
         """A sequence whose front is never there."""
         cache = self.caches[index]
         stream = self.device.current = self.random.choice(self.device.streams[:3])
-        sequence = cache.sequence()
+        sequence = cache.start()
         model = Model(sequence, stream, 0)
         self.models[index].append(model)
         length = self.random.randint(1, cache.max_seq_len)
@@ -388,7 +388,7 @@ class Machine:
             self.caches[index].sweep()
 
     def do_trim(self, index: int) -> None:
-        self.pool.trim(self.random.choice([0, 0, 5, 20]))
+        self.pool.trim_to(self.random.choice([0, 0, 5, 20]))
 
     def do_trim_own(self, index: int) -> None:
         self.caches[index].trim_own()
@@ -397,7 +397,7 @@ class Machine:
         before = self.pool.word("budget")
         pages = self.random.choice([8, 12, 20, 40, 90])
         try:
-            self.pool.set_limit(pages)
+            self.pool.limit_to(pages)
         except OutOfPagesError:
             assert pages < self.pool.word("committed")
             assert self.pool.word("budget") == before
@@ -507,5 +507,5 @@ class Machine:
             models.clear()
             with suppress(VmmkvError):
                 cache.close()
-        self.pool.trim()
+        self.pool.trim_to()
         assert self.pool.word("created") == self.device.num_pages == 0

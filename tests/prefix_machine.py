@@ -439,5 +439,5 @@ class PrefixMachine(Machine):
             tree.close()
             with suppress(VmmkvError):
                 cache.close()
-        self.pool.trim()
+        self.pool.trim_to()
         assert self.pool.word("created") == self.device.num_pages == 0

@@ -41,13 +41,13 @@ class Stage:
         self.rows: list[Row] = []
         for stream, length in ((first, 20), (second, 9), (first, 0), (second, 14)):
             self.device.current = stream
-            self.rows.append(self.new_row(self.cache.sequence(length)))
+            self.rows.append(self.new_row(self.cache.start(length)))
         self.device.current = first
-        self.rows.append(self.new_row(self.other.sequence(25)))
+        self.rows.append(self.new_row(self.other.start(25)))
         self.rows.append(Row(self.cache.share(self.rows[0].sequence, 20), list(self.rows[0].tokens)))
         for length in (30, 6):
             self.device.current = random.choice([first, second, third])
-            parked = self.cache.sequence(length)
+            parked = self.cache.start(length)
             self.left = parked.row, parked.ticket >> 24
             parked.free()
         self.device.finish()
@@ -61,17 +61,17 @@ class Stage:
     # Operations. Each returns what it has made, if anything.
 
     def begin(self) -> object:
-        return self.cache.sequence(70)
+        return self.cache.start(70)
 
     def begin_elsewhere(self) -> object:
         self.device.current = self.device.streams[2]
-        return self.cache.sequence(6)
+        return self.cache.start(6)
 
     def adopt(self) -> object:
         return self.cache.adopt_kept(*self.left, 3)
 
     def begin_scrubbed(self) -> object:
-        return self.other.sequence(12)
+        return self.other.start(12)
 
     def extend(self) -> None:
         self.rows[0].sequence.extend(30)
@@ -106,10 +106,10 @@ class Stage:
         self.cache.free([row.sequence for row in self.rows[1:4:2]])
 
     def trim(self) -> None:
-        self.pool.trim()
+        self.pool.trim_to()
 
     def limit(self) -> None:
-        self.pool.set_limit(self.pool.word("committed"))
+        self.pool.limit_to(self.pool.word("committed"))
 
     def ahead(self) -> None:
         self.pool.change(Ask(), entries.plan_ahead, self.pool.address, 4)
@@ -183,7 +183,7 @@ def fail(stage: Stage, operation: Callable[[Stage], object], skip: int, again: i
     given_up(stage.pool, stage.cache)
     for cache in (stage.cache, stage.other):
         cache.close()
-    stage.pool.trim()
+    stage.pool.trim_to()
     assert (device.num_pages, stage.pool.word("used"), stage.pool.word("committed")) == (0, 0, 0)
     return device.failures > failures
 
@@ -219,7 +219,7 @@ def test_a_row_that_is_broken_is_repaired_by_what_needs_it() -> None:
             elif use == "free":
                 row.sequence.free()
                 stage.rows.remove(row)
-                stage.cache.sequence(30)
+                stage.cache.start(30)
             elif use == "extend":
                 row.sequence.extend(5)
                 stage.device.finish()

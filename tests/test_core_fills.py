@@ -38,24 +38,24 @@ def scrubbed(**options: int) -> tuple[Cache, SimulatedDevice]:
 
 def test_pages_that_a_truncation_has_left_stay_until_they_are_filled() -> None:
     cache, device = scrubbed()
-    sequence = cache.sequence(60)
+    sequence = cache.start(60)
     device.finish()
     sequence.truncate(1)
     sequence.extend(10)
     sequence.truncate(1)
-    cache.pool.trim()
+    cache.pool.trim_to()
     device.finish()
     assert cache.pool.word("created") == 1
 
 
 def test_pages_that_are_mapped_ahead_stay_until_they_are_filled() -> None:
     cache, device = scrubbed(lookahead=20)
-    sequence = cache.sequence(10)
+    sequence = cache.start(10)
     device.finish()
     sequence.extend(3)
     cache.pool.change(Ask(), entries.plan_ahead, cache.pool.address, 4)
     assert cache.pool.word("created") > cache.pool.word("used")
-    cache.pool.trim()
+    cache.pool.trim_to()
     device.finish()
     assert cache.pool.word("created") == cache.pool.word("used")
 
@@ -69,7 +69,7 @@ def bytes_of(cache: Cache, row: int, first: int, end: int) -> bytes:
 def test_a_pool_with_poison_fills_what_is_taken_truncated_released_and_freed() -> None:
     pool = Pool(new_pool().driver, 200, poison=True)
     cache = new_cache(pool, large=False)
-    sequence = cache.sequence(50)
+    sequence = cache.start(50)
     row = sequence.row
     assert set(bytes_of(cache, row, 0, 50)) == {0xFF}
 
@@ -103,7 +103,7 @@ def test_poison_leaves_alone_what_kernels_or_guests_may_read() -> None:
     ring = np.zeros(8, NOTE)
     entries.join(known.address, ring.ctypes.data, len(ring))
     for cache in (overread, known):
-        sequence = cache.sequence(50)
+        sequence = cache.start(50)
         row = sequence.row
         if cache is overread:
             assert 0xFF not in bytes_of(cache, row, 0, 59)

@@ -86,12 +86,12 @@ class Worker:
         name = random.choice(NAMES)
         row = random.choice(self.rows) if self.rows else None
         if name == "begin" and len(self.rows) < 5:
-            sequence = cache.sequence(random.choice([0, 3, 40, 300]))
+            sequence = cache.start(random.choice([0, 3, 40, 300]))
             empty = torch.zeros((0, 1), dtype=torch.int32, device=self.device)
             self.rows.append(Row(self.tensors, sequence, empty))
             self.rows[-1].fill(0)
         elif name == "trim" and random.random() < 0.1:
-            cache.pool.trim(random.choice([0, 50]))
+            cache.pool.trim_to(random.choice([0, 50]))
         elif row is not None:
             self.use(name, row)
 
@@ -152,13 +152,13 @@ def test_threads_whose_kernels_write_and_check() -> None:
     check(pool, [each.cache for each in tensors])
     for each in tensors:
         each.cache.close()
-    pool.trim()
+    pool.trim_to()
     assert (pool.word("used"), pool.word("created"), pool.word("committed")) == (0, 0, 0)
 
 
 def test_a_captured_graph_reads_what_grew_since() -> None:
     tensors = Tensors(Pool(open_driver("cuda"), 64), 2, large=False)
-    row = Row(tensors, tensors.cache.sequence(MOST), torch.zeros((0, 1), dtype=torch.int32, device="cuda"))
+    row = Row(tensors, tensors.cache.start(MOST), torch.zeros((0, 1), dtype=torch.int32, device="cuda"))
     row.sequence.truncate(10)
     row.fill(0)
     total, length = torch.zeros((), dtype=torch.int64, device="cuda"), torch.tensor(10, device="cuda")
@@ -187,11 +187,11 @@ def test_a_page_is_mapped_again_after_its_first_row_is_gone() -> None:
     """Driver 580 refuses that for memory that was made for GPUDirect RDMA."""
     pool = Pool(open_driver("cuda"), 64)
     cache = Tensors(pool, 4, large=False).cache
-    first = cache.sequence(64)
+    first = cache.start(64)
     second = first.fork()
     first.free()
     torch.cuda.synchronize()
-    pool.trim()
+    pool.trim_to()
     cache.part(second.ticket, 0)
     third = second.fork()
     assert third.length == 64

@@ -79,7 +79,7 @@ class World:
 
     def do_begin(self, index: int) -> None:
         count = self.random.choice([0, 1, 8, 60])
-        self.begin(index, partial(self.caches[index].sequence, count, expected=self.random.choice([0, 70])), [])
+        self.begin(index, partial(self.caches[index].start, count, expected=self.random.choice([0, 70])), [])
         for row in self.rows[index]:
             if row.sequence.length > len(row.tokens):
                 row.write(self.random, len(row.tokens))
@@ -159,11 +159,11 @@ class World:
             assert self.caches[index].state[0]["live"] == len(self.rows[index])
 
     def do_trim(self, index: int) -> None:
-        self.run(partial(self.pool.trim, self.random.choice([0, 10, 40])))
+        self.run(partial(self.pool.trim_to, self.random.choice([0, 10, 40])))
 
     def do_limit(self, index: int) -> None:
         before, pages = self.pool.word("budget"), self.random.choice([40, 60, 90])
-        self.run(partial(self.pool.set_limit, pages))
+        self.run(partial(self.pool.limit_to, pages))
         assert self.pool.word("budget") in (before, pages)
 
     def do_open_and_close(self, index: int) -> None:
@@ -172,7 +172,7 @@ class World:
         before, accounts = pool.word("used"), int(pool.accounts["open"].sum())
         cache = new_cache(pool, rows=3, lookahead=self.caches[0].state[0]["lookahead"], reserved=2)
         try:
-            forked = cache.sequence(20).fork()
+            forked = cache.start(20).fork()
             assert forked.length == 20
             if self.random.random() < 0.5:
                 del forked
@@ -185,7 +185,7 @@ class World:
     def end(self) -> None:
         for cache in self.caches:
             cache.close()
-        self.pool.trim()
+        self.pool.trim_to()
         assert (self.pool.word("created"), self.pool.word("used"), self.pool.word("committed")) == (0, 0, 0)
         stop(self.pool)
 
@@ -226,7 +226,7 @@ def test_an_interruption_between_a_plan_and_its_commit() -> None:
     for is_run in (False, True):
         pool = new_pool()
         cache = new_cache(pool)
-        row = Row(cache.sequence(9))
+        row = Row(cache.start(9))
         row.write(random, 0)
         tickets, ask = array("q", [row.sequence.ticket]), Ask()
         with pool.lock:

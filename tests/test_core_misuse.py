@@ -38,7 +38,7 @@ HUGE = [-(1 << 64), -(1 << 63), -1, 201, 1 << 31, (1 << 63) - 1, (1 << 64) + 3]
 
 
 def filled(cache: Cache, tokens: int = 20) -> Row:
-    row = Row(cache.sequence(tokens))
+    row = Row(cache.start(tokens))
     row.write(Random(), 0)
     return row
 
@@ -55,11 +55,11 @@ def test_numbers_that_no_row_has(number: int) -> None:
         batch.extend,
         partial(cache.extend, [row.sequence]),
         lambda n: cache.extend([row.sequence], [n]),
-        lambda n: cache.extend([cache.sequence()], 9, starts=[n]),
+        lambda n: cache.extend([cache.start()], 9, starts=[n]),
         row.sequence.truncate,
         row.sequence.release_before,
-        cache.sequence,
-        lambda n: cache.sequence(expected=n),
+        cache.start,
+        lambda n: cache.start(expected=n),
         partial(cache.share, row.sequence),
         lambda n: cache.adopt_kept(2, 0, n),
         lambda n: cache.adopt_kept(2, 0, 0, n),
@@ -68,12 +68,12 @@ def test_numbers_that_no_row_has(number: int) -> None:
             call(number)
         check_all(pool, cache)
         row.verify()
-    for call in (lambda n: cache.sequence(row=n), lambda n: cache.share(n, 0), lambda n: cache.adopt_kept(n, 0, 0)):
+    for call in (lambda n: cache.start(row=n), lambda n: cache.share(n, 0), lambda n: cache.adopt_kept(n, 0, 0)):
         with pytest.raises(OutOfRangeError):
             call(number)
     if number < 0:
         with pytest.raises(OutOfRangeError):
-            cache.sequence(key=number)
+            cache.start(key=number)
     check_all(pool, cache)
     row.verify()
 
@@ -85,10 +85,10 @@ def test_what_cannot_be_shared() -> None:
     row.sequence.release_before(5)
     row.start = 5
     nothing = array("q", [0, 0])
-    gone = cache.sequence(9)
+    gone = cache.start(9)
     place, owner = gone.row, gone.ticket >> 24
     gone.free()
-    after = cache.sequence(3, row=place)
+    after = cache.start(3, row=place)
     for error, call in (
         (ArgumentError, lambda: cache.share(foreign.sequence, 3)),
         (ValueError, lambda: cache.share(row.sequence, 4)),
@@ -114,7 +114,7 @@ def test_sequences_of_another_cache_and_none() -> None:
     pool = new_pool()
     cache, other = new_cache(pool), new_cache(pool)
     row, unused = filled(cache), Sequence(cache)
-    cache.sequence(9).free()  # a parked row
+    cache.start(9).free()  # a parked row
     for call in (
         lambda: other.extend([row.sequence], 1),
         lambda: other.free([row.sequence]),
@@ -136,11 +136,11 @@ def test_limits_that_cannot_be() -> None:
     pool = new_pool(60, driver)
     cache = new_cache(pool, reserved=5)
     for call in (
-        lambda: pool.set_limit(-1),
-        lambda: pool.set_limit(101),
-        lambda: pool.set_limit(1 << 64),
-        lambda: pool.set_limit(10, cache.account, 11),
-        lambda: pool.set_limit(10, cache.account, -1),
+        lambda: pool.limit_to(-1),
+        lambda: pool.limit_to(101),
+        lambda: pool.limit_to(1 << 64),
+        lambda: pool.limit_to(10, cache.account, 11),
+        lambda: pool.limit_to(10, cache.account, -1),
         lambda: new_cache(pool, reserved=-1),
         lambda: new_cache(pool, reserved=5, limit=4),
         lambda: new_cache(pool, reserved=56),
@@ -150,11 +150,11 @@ def test_limits_that_cannot_be() -> None:
             call()
         check_all(pool, cache)
     with pytest.raises(OutOfPagesError):
-        pool.set_limit(4)
+        pool.limit_to(4)
     with pytest.raises(OutOfPagesError):
-        pool.set_limit(61, cache.account, 61)
-    cache.sequence(100)
-    assert pool.trim(1 << 64) == 0
+        pool.limit_to(61, cache.account, 61)
+    cache.start(100)
+    assert pool.trim_to(1 << 64) == 0
     for options in ({"rows": 0}, {"rows": 1 << 24}, {"tokens": 0}, {"lookahead": -1}, {"overread": -1}):
         with pytest.raises(ArgumentError):
             new_cache(pool, **options)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_more_caches_than_a_pool_has_room_for() -> None:
         new_cache(pool, rows=1)
     caches[7].close()
     caches[7] = new_cache(pool, rows=1)
-    caches[7].sequence(3)
+    caches[7].start(3)
     check_all(pool, *caches)
 
 
@@ -181,12 +181,12 @@ def test_threads_open_and_close_caches_at_a_time() -> None:
     def open_and_close() -> None:
         for _ in range(40):
             cache = new_cache(pool, rows=2, reserved=2)
-            cache.sequence(9)
+            cache.start(9)
             cache.close()
 
     def grow_and_end() -> None:
         for _ in range(400):
-            sequence = steady.sequence(4)
+            sequence = steady.start(4)
             sequence.extend(3)
             sequence.free()
 
@@ -203,7 +203,7 @@ def test_a_cache_that_is_closed() -> None:
     """It starts no sequence, and is closed once: its addresses may belong to another by then."""
     pool = new_pool()
     cache, left = new_cache(pool), new_cache(pool)
-    row, parked = filled(cache), cache.sequence(5)
+    row, parked = filled(cache), cache.start(5)
     place, owner = parked.row, parked.ticket >> 24
     parked.free()
     other = filled(left)
@@ -214,8 +214,8 @@ def test_a_cache_that_is_closed() -> None:
     for call in (
         partial(row.sequence.extend, 1),
         partial(row.sequence.fork),
-        cache.sequence,
-        partial(cache.sequence, 5),
+        cache.start,
+        partial(cache.start, 5),
         partial(cache.share, place, 0, frames=array("q", [0, 0])),
     ):
         with pytest.raises(UseAfterFreeError):
@@ -241,12 +241,12 @@ def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
         except DriverError:
             check_all(pool, *([cache] if cache.address in pool.caches else []))
             if call == "synchronize" and skip == 0:  # nothing was closed
-                cache.sequence().free()
+                cache.start().free()
             else:
                 with pytest.raises(UseAfterFreeError):
-                    cache.sequence()
+                    cache.start()
             cache.close()
-            pool.trim()
+            pool.trim_to()
             assert not driver.mapped
             assert (pool.word("used"), pool.word("committed"), pool.word("created")) == (0, 0, 0)
             cache = new_cache(pool, reserved=7)
@@ -260,7 +260,7 @@ def test_a_batch_of_many_that_have_nothing_to_grow() -> None:
     """A journal has no steps for sequences that stay as they are."""
     pool = new_pool(12, NullDriver(20 * 4096, 4096))
     cache = new_cache(pool, rows=2000)
-    sequences = [cache.sequence() for _ in range(2000)]
+    sequences = [cache.start() for _ in range(2000)]
     cache.extend(sequences, [1] + [0] * 1999)
     assert pool.word("steps") < len(pool.steps)
     assert [each.length for each in sequences[:2]] == [1, 0]
@@ -367,15 +367,15 @@ def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
         for stream in (first, second):
             device.current = stream
             for length in (20, 7):
-                sequence = cache.sequence(length)
+                sequence = cache.start(length)
                 stream.submit(lambda: None)
                 left.append((sequence.row, sequence.ticket >> 24))
                 sequence.free()
         device.current = first
-        live = [cache.sequence(9), cache.sequence(30)]
+        live = [cache.start(9), cache.start(30)]
         live.append(live[1].fork())
         device.current = second
-        live.append(cache.sequence(9))
+        live.append(cache.start(9))
         live[0].record_stream(second)
         captured = random.choice([first, second])
         device.current = random.choice([first, second])
@@ -388,9 +388,9 @@ def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
             *[(f"part {index}", partial(cache.part, each.ticket, 0)) for index, each in enumerate(live)],
             *[(f"record {index}", partial(each.record_stream, first)) for index, each in enumerate(live)],
             *[(f"adopt {row}", partial(cache.adopt_kept, row, last, 3)) for row, last in left],
-            ("begin", partial(cache.sequence, 5)),
-            ("begin more", partial(cache.sequence, 60)),
-            ("trim", pool.trim),
+            ("begin", partial(cache.start, 5)),
+            ("begin more", partial(cache.start, 60)),
+            ("trim", pool.trim_to),
             *[(f"free {index}", each.free) for index, each in enumerate(live)],
         ]  # fmt: skip
         kept: list[object] = []
@@ -412,7 +412,7 @@ def test_poison_is_no_part_of_a_graph() -> None:
     """A growth during a capture fills nothing, and succeeds, as it does without poison."""
     device = CapturingDevice(Random())
     cache = Cache(Pool(device.inner, 90, poison=True), LAYOUT.record_bytes, 6, 200)
-    sequence = cache.sequence(4)
+    sequence = cache.start(4)
     queued = device.current.submitted
     device.captured = {device.current.cuda_stream}
     sequence.extend(100)
@@ -428,10 +428,10 @@ def test_streams_live_while_sequences_name_them(capturing: tuple[CapturingDevice
     device, pool, cache = capturing
     first, second, _third = device.streams
     device.current = first
-    sequence = cache.sequence(4)
+    sequence = cache.start(4)
     device.current = second
     sequence.free()
-    named = cache.sequence(4)
+    named = cache.start(4)
     slots = int(cache.rows["streams"][named.row])
     for slot in range(62):
         if slots >> slot & 1:
@@ -444,10 +444,10 @@ def test_more_streams_than_slots(capturing: tuple[CapturingDevice, Pool, Cache])
     sequences = []
     for _ in range(62):
         device.current = device.new_stream()
-        sequences.append(cache.sequence())
+        sequences.append(cache.start())
     device.current = device.new_stream()
     for call in (
-        cache.sequence,
+        cache.start,
         partial(cache.free, sequences[:2]),
         partial(sequences[0].record_stream, device.current),
     ):
@@ -459,7 +459,7 @@ def test_more_streams_than_slots(capturing: tuple[CapturingDevice, Pool, Cache])
     cache.free(sequences[:2])
     device.finish()
     device.current = device.new_stream()
-    cache.sequence(3)
+    cache.start(3)
     check_all(pool, cache)
 
 
@@ -470,16 +470,16 @@ def test_what_a_finalizer_does_in_the_middle_of_a_change() -> None:
     """Each call is refused, or is done, on the thread that is in the middle: it never waits for itself."""
     pool = new_pool(90)
     cache, other = new_cache(pool), new_cache(pool)
-    row, gone = filled(cache), cache.sequence(5)
+    row, gone = filled(cache), cache.start(5)
     refused = []
     with pool.lock:  # as in `Pool.change`
         for call in (
             partial(row.sequence.extend, 60),
             row.sequence.fork,
-            pool.trim,
-            partial(pool.set_limit, 80),
+            pool.trim_to,
+            partial(pool.limit_to, 80),
             other.close,
-            partial(cache.sequence, 60),
+            partial(cache.start, 60),
             partial(cache.part, row.sequence.ticket, 0),
         ):
             try:
@@ -488,7 +488,7 @@ def test_what_a_finalizer_does_in_the_middle_of_a_change() -> None:
                 refused.append(call)
         gone.free()
         row.sequence.truncate(19)
-        started = cache.sequence()
+        started = cache.start()
     assert len(refused) >= 6
     assert started.length == 0
     check_all(pool, cache, other)
@@ -537,7 +537,7 @@ def test_a_batch_is_right_behind_an_interruption() -> None:
 
     pool = new_pool(90)
     cache = new_cache(pool)
-    sequences = [cache.sequence(3) for _ in range(4)]
+    sequences = [cache.start(3) for _ in range(4)]
     line = 1
     while True:
         batch = cache.batch(sequences)

@@ -26,7 +26,7 @@ def test_pools_have_what_others_do_not_use(small_device: SmallDevice) -> None:  
         used = sum(each.pool.word("used") for each in caches)
         needed = sum(-(-tokens * record // 4096) for record in cache.records)
         try:
-            row = Row(cache.sequence(tokens))
+            row = Row(cache.start(tokens))
             row.write(random, 0)
             live.append(row)
         except VmmkvError:
@@ -45,7 +45,7 @@ def test_torch_gives_back_memory_without_tensors(small_device: SmallDevice, monk
     cache, held = new_cache(new_pool(CAPACITY), large=False), CAPACITY - 2
     small_device.pages[0] = held
     monkeypatch.setattr(Driver, "empty_torch_cache", lambda _: small_device.pages.pop(0, 0) * 4096)
-    row = Row(cache.sequence(20))
+    row = Row(cache.start(20))
     row.write(Random(), 0)
     assert not small_device.pages[0]
     row.verify()

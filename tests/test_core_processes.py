@@ -35,7 +35,7 @@ KILLED = """
 
     pool = new_pool()
     cache = new_cache(pool, lookahead=9)
-    row = Row(cache.sequence(30))
+    row = Row(cache.start(30))
     row.write(random.Random(1), 0)
     for _ in range(int(sys.argv[1])):
         inside, outside = os.pipe()
@@ -74,10 +74,10 @@ FORKED = """
 
     pool = new_pool()
     cache, other = new_cache(pool, lookahead=9), new_cache(pool)
-    row, batch = Row(cache.sequence(30)), cache.batch()
+    row, batch = Row(cache.start(30)), cache.batch()
     batch.add(row.sequence)
     row.write(random.Random(1), 0)
-    left = cache.sequence(9)
+    left = cache.start(9)
     place, last = left.row, left.ticket >> 24
     left.free()
     held, go_on = threading.Event(), threading.Event()
@@ -99,9 +99,9 @@ FORKED = """
             "in place": partial(sequence.extend_in_place, 1),
             "batch": batch.extend, "many": partial(cache.extend, [sequence], [2]),
             "fork": sequence.fork, "truncate": partial(sequence.truncate, 3), "free": sequence.free,
-            "release": partial(sequence.release_before, 3), "begin": partial(cache.sequence, 3),
-            "empty": cache.sequence,
-            "part": partial(cache.part, sequence.ticket, 0), "trim": pool.trim, "limit": partial(pool.set_limit, 90),
+            "release": partial(sequence.release_before, 3), "begin": partial(cache.start, 3),
+            "empty": cache.start,
+            "part": partial(cache.part, sequence.ticket, 0), "trim": pool.trim_to, "limit": partial(pool.limit_to, 90),
             "adopt": partial(cache.adopt_kept, place, last, 2), "close": other.close,
             "new": partial(new_cache, pool),
         }.items():
@@ -113,7 +113,7 @@ FORKED = """
         del sequence, left
         cache.sweep()
         own = new_pool()
-        there = Row(new_cache(own).sequence(20))
+        there = Row(new_cache(own).start(20))
         there.write(random.Random(3), 0)
         there.verify()
         print(end=", ".join(failed))
@@ -153,14 +153,14 @@ ENDING = """
             self.sequence, self.cache, self.itself = sequence, sequence.cache, self
 
         def __del__(self):
-            begin = self.cache.sequence
-            for call in (self.sequence.free, pool.trim, begin, lambda: begin(30), self.cache.close):
+            begin = self.cache.start
+            for call in (self.sequence.free, pool.trim_to, begin, lambda: begin(30), self.cache.close):
                 try:
                     call()
                 except (VmmkvError, ValueError):
                     pass
 
-    kept = [Finalized(cache.sequence(5)) for cache in caches]
+    kept = [Finalized(cache.start(5)) for cache in caches]
     workers = [Worker(caches[index % 3], random.Random()) for index in range(6)]
     for worker in workers:
         threading.Thread(target=worker.run, daemon=True).start()
@@ -171,7 +171,7 @@ ENDING = """
                 signal.signal(signal.SIGALRM, signal.default_int_handler)
                 signal.setitimer(signal.ITIMER_REAL, 0.002)
                 for _ in range(100):
-                    pool.trim()
+                    pool.trim_to()
             except KeyboardInterrupt:
                 pass
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -185,17 +185,17 @@ class Finalized:
 
     def __init__(self, pool: Pool, caches: list[Cache], done: Counter[str]) -> None:
         self.pool, self.caches, self.done = pool, caches, done
-        self.sequence = caches[0].sequence()
+        self.sequence = caches[0].start()
         self.itself = self
 
     def __del__(self) -> None:
         thread = "mapper" if threading.get_ident() == self.pool.mapper._ident else "other"
         for name, call in (
             ("free", self.sequence.free),
-            ("trim", self.pool.trim),
-            ("begin", lambda: self.caches[0].sequence(9)),
-            ("empty", self.caches[0].sequence),
-            ("limit", lambda: self.pool.set_limit(150)),
+            ("trim", self.pool.trim_to),
+            ("begin", lambda: self.caches[0].start(9)),
+            ("empty", self.caches[0].start),
+            ("limit", lambda: self.pool.limit_to(150)),
             ("close", lambda: self.caches.pop().close() if len(self.caches) > 1 else None),
         ):
             try:
@@ -211,7 +211,7 @@ def test_a_ring_holds_no_lock_of_python_code() -> None:
     """An interruption in it, or a finalizer that rings, too, would find the lock held for ever."""
     pool, called = new_pool(), []
     cache = new_cache(pool, lookahead=9)
-    cache.sequence(1)
+    cache.start(1)
     pool.mapper.ring()
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     pool.mapper.ring()
@@ -247,7 +247,7 @@ def test_finalizers_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         rows: list[Row] = []
         for _ in range(40 * ROUNDS):
             try:
-                rows.append(Row(cache.sequence(20)))
+                rows.append(Row(cache.start(20)))
                 rows[-1].write(random, 0)
                 rows[0].sequence.extend(3)
                 rows[0].write(random, len(rows[0].tokens))
@@ -272,13 +272,13 @@ def test_a_cache_that_nothing_holds_gives_its_memory_back() -> None:
     pool, before = Pool(HostDriver(4096), 64), int(mapped["mappings"])
     for is_busy in (False, True):
         cache = new_cache(pool)
-        sequence = cache.sequence(20)
+        sequence = cache.start(20)
         assert pool.word("used") > 0
         with pool.lock if is_busy else nullcontext():
             del cache, sequence
             gc.collect()
             assert bool(pool.unclosed) == is_busy
-        pool.trim()
+        pool.trim_to()
         assert pool.word("used") == pool.word("created") == 0
         assert int(mapped["mappings"]) == before
 
@@ -286,7 +286,7 @@ def test_a_cache_that_nothing_holds_gives_its_memory_back() -> None:
 def test_a_pool_that_nothing_holds_gives_its_memory_back() -> None:
     driver = FaultyDriver(small_driver("cpu"))
     cache = new_cache(Pool(driver.inner, 64))
-    cache.sequence(20).fork()
+    cache.start(20).fork()
     assert driver.num_pages
     del cache
     gc.collect()

@@ -116,7 +116,7 @@ def bare_cache(pages: int = 40, **options: Any) -> tuple[Cache, SimulatedDevice]
 
 def test_beams_that_were_forked_copy_and_map_nothing() -> None:
     cache, device = bare_cache()
-    first = cache.sequence(50)
+    first = cache.start(50)
     beams = [first, *(first.fork() for _ in range(3))]
     for beam in beams:
         beam.extend(3)
@@ -128,9 +128,9 @@ def test_beams_that_were_forked_copy_and_map_nothing() -> None:
 
 def test_sequences_without_tokens_become_forks() -> None:
     cache, _ = bare_cache()
-    first = cache.sequence(64)
+    first = cache.start(64)
     used = cache.pool.word("used")
-    beams = [first, *(cache.sequence() for _ in range(3))]
+    beams = [first, *(cache.start() for _ in range(3))]
     reorder(cache, beams, [0, 0, 0, 0])
     assert [beam.length for beam in beams] == [64] * 4
     assert cache.pool.word("used") <= used + 3
@@ -139,11 +139,11 @@ def test_sequences_without_tokens_become_forks() -> None:
 def test_what_is_refused_changes_nothing() -> None:
     cache, _device = bare_cache(pages=14)
     other, _other_device = bare_cache()
-    long, short, third = cache.sequence(60), cache.sequence(5), cache.sequence(1)
+    long, short, third = cache.start(60), cache.start(5), cache.start(1)
     before = [(each.start, each.length) for each in (long, short, third)]
     with pytest.raises(OutOfPagesError):
         reorder(cache, [long, short, third], [1, 0, 0])
-    for sequences, indices in (([long, long], [0, 1]), ([long, short], [0]), ([long, other.sequence(1)], [0, 0])):
+    for sequences, indices in (([long, long], [0, 1]), ([long, short], [0]), ([long, other.start(1)], [0, 0])):
         with pytest.raises(ValueError, match="named twice"):
             reorder(cache, sequences, indices)
     for index in (-1, 2):

@@ -44,17 +44,17 @@ def read(sequence: Sequence, first: int = 0) -> set[int]:
 
 def test_pages_that_move_between_tenants_in_one_change_are_filled() -> None:
     cache, _driver = opened(10)
-    sequence = cache.sequence(40, key=1)
+    sequence = cache.start(40, key=1)
     write(sequence, 7)
     sequence.free()
-    assert read(cache.sequence(40, key=2)) == {0}
+    assert read(cache.start(40, key=2)) == {0}
 
 
 def test_pages_whose_fill_has_failed_are_filled_before_they_are_used() -> None:
     cache, driver = opened(10)
-    first = cache.sequence(36, key=1)
+    first = cache.start(36, key=1)
     write(first, 7)
-    second = cache.sequence(4, key=2)
+    second = cache.start(4, key=2)
     write(second, 1)
     first.free()
     driver.fail("fill")
@@ -68,26 +68,26 @@ def test_pages_whose_fill_has_failed_are_filled_before_they_are_used() -> None:
 def test_frames_that_only_parked_rows_share_are_reclaimed() -> None:
     cache, driver = opened(10)
     for trims in (False, True):
-        first = cache.sequence(36)
+        first = cache.start(36)
         forks = [first, first.fork(), first.fork()]
         cache.free(forks)
         if trims:
-            cache.pool.trim()
+            cache.pool.trim_to()
             assert driver.num_pages == 0
-        cache.sequence(40, key=int(trims)).free()
+        cache.start(40, key=int(trims)).free()
 
 
 def test_trim_gives_back_more_than_one_change_does() -> None:
     cache, driver = opened(2_000)
-    cache.sequence(8_000).free()
-    assert cache.pool.trim() == 2_000
+    cache.start(8_000).free()
+    assert cache.pool.trim_to() == 2_000
     assert driver.num_pages == 0
 
 
 def test_copies_for_which_there_is_no_room_are_not_begun() -> None:
     cache, _driver = opened(12)
-    first = cache.sequence(32)
-    fork, _other = first.fork(), cache.sequence(8)
+    first = cache.start(32)
+    fork, _other = first.fork(), cache.start(8)
     used = cache.pool.word("used")
     with pytest.raises(OutOfPagesError):
         cache.part(fork.ticket, 0)
@@ -99,7 +99,7 @@ def test_copies_for_which_there_is_no_room_are_not_begun() -> None:
 
 def test_a_row_that_alone_is_live_needs_no_copies() -> None:
     cache, _driver = opened(8, limit=8)
-    first = cache.sequence(32)
+    first = cache.start(32)
     first.fork().free()
     cache.part(first.ticket, 0)
     write(first, 3)
@@ -107,21 +107,21 @@ def test_a_row_that_alone_is_live_needs_no_copies() -> None:
 
 def test_a_fork_and_a_growth_have_all_surplus_of_live_rows() -> None:
     cache, _driver = opened(9)
-    first = cache.sequence(36, expected=16)
+    first = cache.start(36, expected=16)
     first.truncate(5)
     fork = first.fork()  # needs a page, which only its source has
     fork.free()
-    cache.pool.trim()
+    cache.pool.trim_to()
     first.extend(31)
     first.truncate(4)
-    cache.sequence(32)  # needs what `first` expects to need, too
+    cache.start(32)  # needs what `first` expects to need, too
 
 
 def test_a_sequence_can_be_read_after_a_change_of_places_has_failed() -> None:
     failed = 0
     for skip in range(20):
         cache, driver = opened(20)
-        first = cache.sequence(8)
+        first = cache.start(8)
         write(first, 5)
         fork = first.fork()
         driver.fail("any", skip)
@@ -136,16 +136,16 @@ def test_a_sequence_can_be_read_after_a_change_of_places_has_failed() -> None:
 
 def test_a_scrubbed_sequence_that_was_cut_may_begin_late() -> None:
     cache, _driver = opened(20, scrub=True)
-    sequence = cache.sequence(30)
+    sequence = cache.start(30)
     sequence.truncate(0)
-    cache.pool.trim()
+    cache.pool.trim_to()
     cache.extend([sequence], 30, starts=[20])
     assert read(sequence, 20) == {0}
 
 
 def test_a_scrubbed_fork_does_not_see_what_its_parent_writes_later() -> None:
     cache, _driver = opened(12, scrub=True)
-    parent = cache.sequence(4)
+    parent = cache.start(4)
     fork = parent.fork()
     parent.extend(36)
     write(parent, 9, 4)
@@ -167,12 +167,12 @@ def test_a_frame_that_a_guest_drops_while_it_leaves_its_row_is_free() -> None:
 
     driver = Dropping(small_driver("cpu"))
     cache = Cache(Pool(driver.inner, 10), LAYOUT.record_bytes, 5, 10_000, large=False)
-    first = cache.sequence(8)
+    first = cache.start(8)
     del held[entries.hold(cache.address, first.ticket, 0, 0, 8, held.buffer_info()[0], 10) :]
     assert len(held) == 2
     row = first.row
     first.free()
-    assert cache.sequence(0, row=row).length == 0
+    assert cache.start(0, row=row).length == 0
     assert not held
     check(cache.pool, [cache])
     assert cache.pool.free_pages() == 2

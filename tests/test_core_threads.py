@@ -55,11 +55,11 @@ class Worker:
         row = random.choice(self.rows) if self.rows else None
         with suppress(OutOfPagesError, OutOfRowsError):
             if name == "begin" and len(self.rows) < 5:
-                self.rows.append(Row(self.cache.sequence(random.choice([0, 3, 40]))))
+                self.rows.append(Row(self.cache.start(random.choice([0, 3, 40]))))
                 self.rows[-1].write(random, 0)
             elif name == "trim" and random.random() < 0.2:
-                self.cache.pool.trim(random.choice([0, 50]))
-                self.cache.pool.set_limit(random.choice([150, 190]))
+                self.cache.pool.trim_to(random.choice([0, 50]))
+                self.cache.pool.limit_to(random.choice([150, 190]))
             elif row is not None:
                 self.use(name, row)
             self.done[name] += 1
@@ -124,5 +124,5 @@ def test_eight_threads_on_four_caches() -> None:
     gc.collect()
     for cache in caches:
         cache.close()
-    pool.trim()
+    pool.trim_to()
     assert (pool.word("used"), pool.word("created"), pool.word("committed")) == (0, 0, 0)

@@ -115,7 +115,7 @@ def test_a_router_knows_what_is_found(random: Random, head_dim: int) -> None:
             sequence.free()
         tree.evict(random.choice([0, 5, 60]))
         for row in range(cache.max_sequences):  # others get the rows
-            cache.sequence(row=row).free()
+            cache.start(row=row).free()
         view.follow(tree)
         for _ in range(40):
             ids = some_ids(random, known[-30:], 120)
@@ -173,7 +173,7 @@ def test_the_least_needed_goes_first() -> None:
         tree.commit(sequence, ids, kept.get(name, ()))
         sequence.free()
     for row in range(8):
-        tree.cache.sequence(row=row).free()
+        tree.cache.start(row=row).free()
     found(tree, prompts["old"])
 
     def there() -> set[str]:
@@ -262,7 +262,7 @@ def test_a_commit_of_other_tokens_is_refused() -> None:
     with pytest.raises(UnsupportedError):
         tree.commit(sequence, ids)
     with pytest.raises(ArgumentError, match="not returned"):
-        tree.commit(tree.cache.sequence(5), [*range(5)])
+        tree.commit(tree.cache.start(5), [*range(5)])
     sequence.free()
     with pytest.raises(UseAfterFreeError):
         tree.commit(sequence, ids)
@@ -304,5 +304,5 @@ def test_a_tree_that_is_collected_leaves_nothing() -> None:
     sequence.free()
     del tree
     assert cache.pool.evict == []
-    cache.pool.trim()
+    cache.pool.trim_to()
     assert cache.pool.word("created") == 0

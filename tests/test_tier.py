@@ -40,7 +40,7 @@ def test_pages_of_a_suspended_sequence_are_for_others() -> None:
     random, tier = Random(1), host_tier(60, pages=40)
     rows = []
     for _ in range(2):  # of 29 pages each
-        row = Row(tier.cache.sequence(75))
+        row = Row(tier.cache.start(75))
         row.write(random, 0)
         tier.suspend(row.sequence)
         rows.append(row)
@@ -62,7 +62,7 @@ def test_pages_of_a_suspended_sequence_are_for_others() -> None:
 
 def test_a_suspended_sequence_is_not_reordered() -> None:
     tier = host_tier(40)
-    one, two = tier.cache.sequence(10), tier.cache.sequence(12)
+    one, two = tier.cache.start(10), tier.cache.start(12)
     tier.suspend(one)
     with pytest.raises(SuspendedError):
         reorder(tier.cache, [one, two], [1, 0])
@@ -72,7 +72,7 @@ def test_a_suspended_sequence_is_not_reordered() -> None:
 
 def test_without_host_memory_a_sequence_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = host_tier(40)
-    row = Row(tier.cache.sequence(50))
+    row = Row(tier.cache.start(50))
     row.write(Random(), 0)
 
     def refuse(*_: object, **__: object) -> None:
@@ -106,7 +106,7 @@ def test_threads_with_sequences_of_their_own() -> None:
             for _ in range(300 * ROUNDS):
                 with suppress(OutOfPagesError, OutOfHostMemoryError, OutOfRowsError):
                     if not live + away or (len(live + away) < 2 and random.random() < 0.5):
-                        live.append(Row(tier.cache.sequence(random.choice([1, 20, 60]))))
+                        live.append(Row(tier.cache.start(random.choice([1, 20, 60]))))
                         live[-1].write(random, 0)
                     elif live and random.random() < 0.5:
                         tier.suspend(live[0].sequence)

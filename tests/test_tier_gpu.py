@@ -27,7 +27,7 @@ STEPS = 1500
 
 def new_row(tensors: Tensors, tokens: int) -> Row:
     """A sequence of so many tokens, with random contents."""
-    row = Row(tensors, tensors.cache.sequence(tokens), torch.zeros((0, 1), dtype=torch.int32, device="cuda"))
+    row = Row(tensors, tensors.cache.start(tokens), torch.zeros((0, 1), dtype=torch.int32, device="cuda"))
     row.fill(0)
     return row
 
@@ -115,7 +115,7 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
         row.sequence.free()
         if not is_mapped:
             torch.cuda.synchronize()
-            pool.trim()
+            pool.trim_to()
             assert all(pool.frames[frame]["refs"] == 0 for frame in out[:count])
         places = [(frame, offset) for frame in out[:count] for offset in range(pool.frames[frame]["pages"])]
         words = [(0, 1, 0, page, frame, offset, 3, 0, 0) for page, (frame, offset) in enumerate(places)]
@@ -123,7 +123,7 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
             assert tier.prefixes.store(np.array(words, MOVED)).all()
         entries.drop(cache.address, out.buffer_info()[0], count)
         assert tier.finish(1) > 0
-        other = Row(tensors, cache.sequence(tokens), row.shadow[:tokens].clone())
+        other = Row(tensors, cache.start(tokens), row.shadow[:tokens].clone())
         other.fill(0)
         first = 37
         other.shadow = torch.cat([other.shadow[:first], row.shadow[first:tokens]])

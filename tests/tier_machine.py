@@ -154,7 +154,7 @@ class TierMachine(Machine):
         stream = self.device.current = self.random.choice(self.device.streams[:3])
         length = self.random.randint(0, len(kept.tokens))
         first = self.random.randint(0, length)
-        sequence = cache.sequence(length, key=kept.key)
+        sequence = cache.start(length, key=kept.key)
         model = Model(sequence, stream, kept.key, self.byte(first))
         self.write(model, 0)
         pages = [(handle, *place) for place in kept.pages]

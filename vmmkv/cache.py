@@ -236,7 +236,7 @@ class KVCache(Cache):
 
     # ------------------------------------------------------------------ sequences
 
-    def sequence(  # type: ignore[override]
+    def sequence(
         self,
         tokens: int = 0,
         *,

@@ -164,7 +164,7 @@ class FramePool(Pool):
         if not self.is_open:
             raise UseAfterFreeError("this FramePool was closed; make a new one")
 
-    def set_limit(self, max_bytes: float | str) -> None:  # type: ignore[override]
+    def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. Memory beyond that goes back to the system before this returns.
 
         `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now

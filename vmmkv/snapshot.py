@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from .core import entries
 from .core.cache import Cache
+from .core.codes import NEEDS
 from .core.pool import LARGE
-from .core.tables import COUNTS, NEEDS
+from .core.tables import COUNTS
 from .stats import (
     FREE_PAGE,
     KEPT_PAGE,

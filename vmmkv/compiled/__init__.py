@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 INTERPRETED = os.environ.get("VMMKV_INTERPRET", "0") not in ("", "0")
@@ -34,13 +35,21 @@ def inner(function: Function) -> Function:
 
 def entry(function: Function) -> Function:
     """Marks a function that Python, or C, calls. It holds the interpreter's lock from its first line to its last."""
+    function.is_entry = True  # type: ignore[attr-defined]
     return _by_numba(function, no_cfunc_wrapper=True) if BY_NUMBA else function
 
 
 def entry_without_lock(function: Function) -> Function:
     """Marks an entry that gives up the interpreter's lock while it runs."""
-    function.gives_up_lock = True  # type: ignore[attr-defined]
+    function.is_entry = function.gives_up_lock = True  # type: ignore[attr-defined]
     return _by_numba(function, no_cfunc_wrapper=True, nogil=True) if BY_NUMBA else function
+
+
+def entries_of(package: str, modules: str) -> list[Any]:
+    """The entries that modules of a package define."""
+    found = [import_module(f"{package}.{name}") for name in modules.split()]
+    functions = [(module.__name__, each) for module in found for each in vars(module).values()]
+    return [each for name, each in functions if hasattr(each, "is_entry") and each.__module__ == name]
 
 
 def accessor(function: Function) -> Function:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from . import entries
+from .codes import DONE, RING
 from .pool import Ask
 from .sequence import Sequence, check_tokens
-from .tables import DONE, RING
 
 if TYPE_CHECKING:
     from .cache import Cache

@@ -23,14 +23,13 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from . import entries, unsharing
+from . import codes, entries, unsharing
 from .addresses import Addresses, Views
 from .batch import Batch
 from .mapper import Mapper
 from .pool import (
     ASKED,
     AVAILABLE,
-    FRESH,
     LARGE,
     NO_LIMIT_PAGES,
     ROW_AT,
@@ -42,30 +41,7 @@ from .pool import (
     zeros,
 )
 from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, suspended, too_long
-from .tables import (
-    BROKEN,
-    CACHE,
-    CHANGED,
-    DONE,
-    EXTENT,
-    GONE,
-    LISTS,
-    NEEDS,
-    NO_PAGES,
-    NO_ROWS,
-    NO_TOKEN,
-    PART,
-    RANGE,
-    RING,
-    ROW,
-    ROW_BITS,
-    ROW_MASK,
-    STALE,
-    SUSPENDED,
-    TAKEN,
-    TOO_LONG,
-    TWICE,
-)
+from .tables import CACHE, EXTENT, LISTS, RANGE, ROW, ROW_BITS, ROW_MASK
 
 KEYS = 1 << 62
 """Keys are below this."""
@@ -176,9 +152,9 @@ class Cache:
         sequence, ask, wanted = self.kind(self), Ask(), -2 - avoid if row is None else row
         cell, handle = sequence.cell.buffer_info()[0], self.pool.current_handle()
         code = entries.adopt(self.address, tokens, expected, key, wanted, handle, cell, ask.address)
-        while code == NEEDS:
+        while code == codes.NEEDS:
             if self.pool.change(Ask(), entries.plan_empty, self.address, wanted) < 0:
-                code = NO_ROWS
+                code = codes.NO_ROWS
                 break
             code = entries.adopt(self.address, tokens, expected, key, wanted, handle, cell, ask.address)
         self._started(sequence, code, ask, wanted)
@@ -193,35 +169,32 @@ class Cache:
                 raise
         return sequence
 
-    sequence = start
-
     def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
         """Notes the ticket of a sequence that was started, or raises the error of its start."""
-        if code < 0:
-            raise self._not_started(code, ask, row)
-        sequence.ticket = sequence.cell[0]
-        if ask.words[FRESH]:
-            self.pool.driver.slot_streams[ask.words[FRESH] - 1] = self.pool.driver.current_stream()
-        if code == RING:
-            self.pool.ring()
-
-    def _not_started(self, code: int, ask: Ask, row: int) -> Exception:
-        """The error for a sequence that could not be started."""
-        if code == GONE:
-            return UseAfterFreeError("the cache was closed; make a new one")
-        if code in (NO_ROWS, TAKEN):
+        if code == codes.GONE:
+            raise UseAfterFreeError("the cache was closed; make a new one")
+        if code in (codes.NO_ROWS, codes.TAKEN):
             which = "all rows belong to live sequences"
             if row >= 0 and self.owners[row]:
                 which = f"row {row} belongs to sequence {self.owners[row]}"
-            return OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
-        return self.pool.error(code, ask)
+            raise OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
+        if code < 0:
+            raise self.pool.error(code, ask)
+        sequence.ticket = sequence.cell[0]
+        self.pool.keep_stream(ask)
+        if code == codes.RING:
+            self.pool.ring()
+
+    def _end(self, tickets: array[int]) -> Exception | None:
+        """Ends sequences. Returns the error of a call that has ended none."""
+        ask, (address, count) = Ask(), tickets.buffer_info()
+        code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
+        return self.pool.error(code, ask) if code < 0 else None
 
     def sweep(self) -> None:
         """Ends sequences that were collected."""
         for watch in list(self.dead):
-            ask = Ask()
-            code = entries.free(self.address, watch.cell.buffer_info()[0], 1, self.pool.current_handle(), ask.address)
-            if code < 0:  # a graph is being captured: later
+            if self._end(watch.cell):  # a graph is being captured: later
                 return
             with suppress(ValueError):  # another thread has been first
                 self.dead.remove(watch)
@@ -233,13 +206,10 @@ class Cache:
         Raises:
             StreamCaptureError: a CUDA graph is being captured on one of their streams. No sequence has ended.
         """
-        batch, ask = list(sequences), Ask()
+        batch = list(sequences)
         self.check_own(batch)
-        tickets = array("q", [each.ticket for each in batch])
-        address, count = tickets.buffer_info()
-        code = entries.free(self.address, address, count, self.pool.current_handle(), ask.address)
-        if code < 0:
-            raise self.pool.error(code, ask)
+        if error := self._end(array("q", [each.ticket for each in batch])):
+            raise error
 
     def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
@@ -271,12 +241,12 @@ class Cache:
             raise ValueError(f"got {count} sequences, and not one number for each")
         each = tokens if counts is None else -1
         at_counts = counts.buffer_info()[0] if counts else 0
-        code = NEEDS
+        code, ask = codes.NEEDS, Ask()
         if starts is None:
-            code = entries.grow(self.address, at_tickets, count, each, at_counts, Ask().address)
-        if code == RING:
+            code = entries.grow(self.address, at_tickets, count, each, at_counts, ask.address)
+        if code == codes.RING:
             self.pool.ring()
-        elif code != DONE:
+        elif code != codes.DONE:
             self.grow(at_tickets, count, each, counts, begins)
 
     def grow(
@@ -288,22 +258,17 @@ class Cache:
         ask, begins = Ask(), starts.buffer_info()[0] if starts else 0
         arguments = self.address, tickets, count, each, counts.buffer_info()[0] if counts else 0, begins
         code = self.pool.change(ask, entries.plan_growth, *arguments)
-        while code in (PART, BROKEN, STALE):
-            if code != STALE:
-                self._part_before(ask.words[ROW_AT], code)
+        while code in (codes.PART, codes.BROKEN, codes.STALE):
+            row = ask.words[ROW_AT]
+            if code == codes.BROKEN:
+                self.repair(int(self.owners[row]) << ROW_BITS | row)
+            elif code == codes.PART:  # the pages behind its tokens are shared
+                self.part(int(self.owners[row]) << ROW_BITS | row, int(self.lengths[row]))
             code = self.pool.change(ask, entries.plan_growth, *arguments)
-        if code == RING:
+        if code == codes.RING:
             self.pool.ring()
         elif code < 0:
             raise self.error(code, ask)
-
-    def _part_before(self, row: int, code: int) -> None:
-        """Makes the pages behind a row's length writable: by a copy, or by a repair if the row is broken."""
-        ticket = int(self.owners[row]) << ROW_BITS | row
-        if code == BROKEN:
-            self.repair(ticket)
-            return
-        self.part(ticket, int(self.lengths[row]))
 
     def repair(self, ticket: int) -> None:
         """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
@@ -363,7 +328,7 @@ class Cache:
     def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
         """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `share`."""
         ask, arguments = Ask(), (self.address, ticket, source, tokens, tokens, frames_at)
-        while (code := self.pool.change(ask, entries.plan_share, *arguments)) == BROKEN:
+        while (code := self.pool.change(ask, entries.plan_share, *arguments)) == codes.BROKEN:
             self.repair(source)
         if code < 0:
             raise self.error(code, ask)
@@ -375,9 +340,9 @@ class Cache:
         sequence, ask, handle = self.kind(self), Ask(), self.pool.current_handle()
         arguments = row, last, check_tokens(tokens, self.max_seq_len), expected, handle, sequence.cell.buffer_info()[0]
         code = entries.adopt_kept(self.address, *arguments, ask.address)
-        while code == NO_PAGES and self.pool.gain_budget_for(ask):
+        while code == codes.NO_PAGES and self.pool.gain_budget_for(ask):
             code = entries.adopt_kept(self.address, *arguments, ask.address)
-        if code == GONE:
+        if code == codes.GONE:
             return None
         self._started(sequence, code, ask, row)
         return sequence
@@ -389,9 +354,8 @@ class Cache:
         ask = Ask()
         code = entries.record_stream(self.address, sequence.ticket, handle_of(stream), ask.address)
         if code < 0:
-            raise gone() if code == GONE else self.pool.error(code, ask)
-        if ask.words[FRESH]:
-            self.pool.driver.slot_streams[ask.words[FRESH] - 1] = stream
+            raise gone() if code == codes.GONE else self.pool.error(code, ask)
+        self.pool.keep_stream(ask, stream)
 
     def batch(self, sequences: Iterable[Sequence] = ()) -> Batch:
         """A batch handle: sequences that grow together step by step."""
@@ -399,19 +363,15 @@ class Cache:
 
     def error(self, code: int, ask: Ask) -> Exception:
         """What a code about sequences is raised as."""
-        if code == GONE:
-            return gone()
-        if code == TOO_LONG:
-            return too_long(ask.words[ASKED], self.max_seq_len)
-        if code == TWICE:
-            return ValueError("a sequence is named twice")
-        if code == NO_TOKEN:
-            return no_token()
-        if code == SUSPENDED:
-            return suspended()
-        if code == CHANGED:
-            return BusyError("another thread has changed the sequence meanwhile")
-        return self.pool.error(code, ask)
+        errors: dict[int, Callable[[], Exception]] = {
+            codes.GONE: gone,
+            codes.TOO_LONG: lambda: too_long(ask.words[ASKED], self.max_seq_len),
+            codes.TWICE: lambda: ValueError("a sequence is named twice"),
+            codes.NO_TOKEN: no_token,
+            codes.SUSPENDED: suspended,
+            codes.CHANGED: lambda: BusyError("another thread has changed the sequence meanwhile"),
+        }
+        return errors[code]() if code in errors else self.pool.error(code, ask)
 
     # ------------------------------------------------------------------ the end
 
@@ -424,7 +384,7 @@ class Cache:
 
     def trim_own(self) -> int:
         """Gives the cache's surplus, and free pages, back to the driver; returns the number of pages."""
-        while self.pool.change(Ask(), entries.plan_trim_own, self.address, TRIMMED) != GONE:
+        while self.pool.change(Ask(), entries.plan_trim_own, self.address, TRIMMED) != codes.GONE:
             pass
         return self.pool.trim_to(self.pool.word("created") - self.pool.free_pages())
 
@@ -458,17 +418,12 @@ class Cache:
         with self.pool.copying:
             self.pool.unstage()
         rows = np.flatnonzero(self.owners[: self.max_sequences])
-        tickets = array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])
-        ask = Ask()
-        code = entries.free(
-            self.address, tickets.buffer_info()[0], len(tickets), self.pool.current_handle(), ask.address
-        )
-        if code < 0:
-            raise self.pool.error(code, ask)
+        if error := self._end(array("q", [int(self.owners[row]) << ROW_BITS | int(row) for row in rows])):
+            raise error
         wait_for_device(self.pool.driver)
         for row in np.flatnonzero(self.extents["mapped"].reshape(self.max_sequences, -1).any(1)):
             self.pool.change(Ask(), entries.plan_empty, self.address, int(row))
-        if self.pool.change(Ask(), entries.plan_close, self.address) == TAKEN:
+        if self.pool.change(Ask(), entries.plan_close, self.address) == codes.TAKEN:
             raise BusyError("another thread is in the middle of a change; close the cache behind that")
 
     def __del__(self) -> None:

@@ -1,27 +1,25 @@
 """Tokens that are copied from row to row, on one stream: behind all work on the rows, in front of all later work."""
 
-import numpy as np
-
 from ..compiled import entry, inner
-from ..compiled.native import call, view
+from ..compiled.native import call
 from ..driver.fencing import SLOTS
 from ..driver.running import enter, leave
-from ..driver.table import DRIVER, SCRATCH, STATUS
-from .rows import place, recount, row_of, use_tokens
+from .access import ask_of, cache_of, driver_of, pool_of, row_at, words_at
+from .codes import DONE, FAILED
+from .pages import active_row, row_of
+from .rows import set_bounds
 from .starting import CUT, note
 from .streams import hold_slot, order_slots, record_slots
-from .tables import ASK, CACHE, DONE, FAILED, GONE, LISTS, POOL, ROW, SUSPENDED
 
 
 @inner
 def order_around(cache: int, tickets_at: int, count: int, slot: int, handle: int, before: int, ask: int) -> int:
     """Has a stream come behind all work on rows (`before` is 1), or the rows' streams behind that stream. Fences of the
     rows have that work, too. Returns `DONE`, `CAPTURED` or `FAILED`. It needs the context."""
-    c, a, streams, slots = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], 1 << slot, 0
-    driver = view(c.pool, 1, POOL)[0].driver
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    driver, a, tickets = pool_of(cache_of(cache).pool).driver, ask_of(ask), words_at(tickets_at, count)
+    streams, slots = 1 << slot, 0
     for index in range(count):
-        r = rows[row_of(cache, tickets[index])]
+        r = row_at(cache, row_of(cache, tickets[index]))
         streams, slots = streams | r.streams, slots | r.slots
     code = record_slots(driver, streams if before else 1 << slot, handle, ask)
     if code != DONE:
@@ -31,25 +29,10 @@ def order_around(cache: int, tickets_at: int, count: int, slot: int, handle: int
         if streams >> other & 1 and status == 0 and not before:
             status = order_slots(driver, 1 << slot, a.tick, other)
     for index in range(count):
-        r = rows[row_of(cache, tickets[index])]
+        r = row_at(cache, row_of(cache, tickets[index]))
         r.slots, r.tick = r.slots | (r.streams if before else 1 << slot), max(r.tick, a.tick)
-    view(ask, SCRATCH, np.int64)[STATUS] = status
+    a.status = status
     return FAILED if status else DONE
-
-
-@inner
-def hold_tokens(cache: int, row: int, start: int, length: int) -> None:
-    """Has a row hold other tokens, which lie there."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    note(cache, CUT, row, r.owner, 0)
-    cut = max(r.cut, r.length) if c.key_of_sequence else 0
-    r.cut = cut if cut > length else 0
-    c.tokens += (length - start) - (r.length - r.start)
-    r.start, r.length = start, length
-    use_tokens(cache, row, length)
-    recount(cache, row)
-    place(cache, row)
 
 
 @entry
@@ -64,15 +47,13 @@ def copy_rows(
     Returns `DONE`, or `GONE`, `SUSPENDED`, `CAPTURED`, `FULL` or `FAILED`. If `ask.row` is 1 the rows that
     were to change hold no tokens any more, and the device may still write to them.
     """
-    c, a, code, slot = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], DONE, 0
-    driver, tickets = view(c.pool, 1, POOL)[0].driver, view(tickets_at, count, np.int64)
-    words, held, status, a.row = view(copies_at, 3 * copies, np.int64), view(held_at, 2 * changed, np.int64), 0, 0
+    driver, a, code, slot, status = pool_of(cache_of(cache).pool).driver, ask_of(ask), DONE, 0, 0
+    tickets, copy, held = words_at(tickets_at, count), words_at(copies_at, 3 * copies), words_at(held_at, 2 * changed)
+    a.row = 0
     for index in range(count):
-        row = row_of(cache, tickets[index])
+        row = active_row(cache, tickets[index])
         if row < 0:
-            return GONE
-        if view(c.rows_at, c.num_rows + LISTS, ROW)[row].suspended:
-            return SUSPENDED
+            return row
     if enter(driver, ask):
         return FAILED
     if handle:
@@ -82,16 +63,18 @@ def copy_rows(
         a.row = 1
         for index in range(0, 3 * copies, 3):
             if status == 0:
-                copy = view(driver, 1, DRIVER)[0].copy
-                status = call(copy, (words[index], words[index + 1], words[index + 2], handle))
-        view(ask, SCRATCH, np.int64)[STATUS] = status
+                status = call(driver_of(driver).copy, (copy[index], copy[index + 1], copy[index + 2], handle))
+        a.status = status
         code = FAILED if status else DONE
         if code == DONE and handle:
             code = order_around(cache, tickets_at, count, slot, handle, 0, ask)
     leave(driver, ask)
     for index in range(changed if a.row else 0):
-        is_done = code == DONE
-        start, length = held[2 * index] * is_done, held[2 * index + 1] * is_done
-        hold_tokens(cache, row_of(cache, tickets[index]), start, length)
+        row, is_done = row_of(cache, tickets[index]), code == DONE
+        r, start, length = row_at(cache, row), held[2 * index] * is_done, held[2 * index + 1] * is_done
+        note(cache, CUT, row, 0)
+        cut = max(r.cut, r.length) if cache_of(cache).key_of_sequence else 0
+        r.cut = cut if cut > length else 0
+        set_bounds(cache, row, start, length)
     a.row = 1 if a.row and code != DONE else 0
     return code

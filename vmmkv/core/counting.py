@@ -1,35 +1,33 @@
 """Counts of pages, rows and bytes, in one call each, so that no other thread's change falls in the middle."""
 
-import numpy as np
-
 from ..compiled import entry
 from ..compiled.native import view
-from .rows import frame_at
-from .tables import CACHE, COUNTS, DONE, EXTENT, FRAME, LISTS, NEEDS, POOL, RANGE, RETIRED, ROW
+from .access import cache_of, extent_at, frame_in, pool_of, range_at, row_at, words_at
+from .codes import DONE, NEEDS
+from .pages import frame_at
+from .tables import COUNTS, RETIRED
 
 
 @entry
 def count(cache: int, seen_at: int, pages: int, counts_at: int) -> int:
     """Counts what `COUNTS` names. `seen_at` has numbers, all of them 0, for so many pages; frames with numbers below
     `fresh` may have `large` pages each. Returns `DONE`; or `NEEDS`: there are more frames. It needs no lock."""
-    c, n = view(cache, 1, CACHE)[0], view(counts_at, 1, COUNTS)[0]
-    p, rows = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)
-    frames, seen = view(p.frames_at, p.capacity, FRAME), view(seen_at, pages, np.int64)
+    c, n, seen = cache_of(cache), view(counts_at, 1, COUNTS)[0], words_at(seen_at, pages)
+    p = pool_of(c.pool)
+    size = p.page_size
     if p.fresh * p.large > pages:
         return NEEDS
-    extents = view(c.extents_at, c.num_rows * c.ranges, EXTENT)
     for row in range(c.num_rows):
-        r, is_mapped = rows[row], 0
+        r, is_mapped = row_at(cache, row), 0
         for part in range(c.ranges):
-            e, record = extents[row * c.ranges + part], view(c.ranges_at, c.ranges, RANGE)[part].record
-            begin, end = r.start * record, r.length * record
-            page, size = e.first, p.page_size
+            e, record = extent_at(cache, row, part), range_at(cache, part).record
+            begin, end, page = r.start * record, r.length * record, e.first
             is_mapped |= e.mapped > e.first
             while page < min(e.shared, e.mapped):  # a frame may be there twice, or in another row, too
                 frame = frame_at(cache, part, row, page)
-                if not seen[frame * p.large]:
-                    n.mapped += frames[frame].pages
-                for place in range(frame * p.large, frame * p.large + frames[frame].pages):
+                first, behind = frame * p.large, frame * p.large + frame_in(c.pool, frame).pages
+                n.mapped += behind - first if not seen[first] else 0
+                for place in range(first, behind):
                     used = max(min(end, page * size + size) - max(begin, page * size), 0) if r.owner else 0
                     n.bytes += max(used + 1 - seen[place], 0) - (seen[place] == 0)
                     seen[place] = max(seen[place], used + 1)

@@ -1,94 +1,41 @@
 """Growing rows: inside mapped pages by one call, onto new pages by a journal."""
 
-import numpy as np
-
 from ..compiled import entry, inner
-from ..compiled.native import view
-from ..driver.table import SET_ACCESS
+from .access import ask_of, cache_of, extent_at, pool_of, row_at, step_in, words_at
 from .booking import refuse, settle
-from .journal import (
-    begin,
-    close,
-    emit_row,
-    first_unfilled,
-    plan_fill,
-    plan_fill_cut,
-    plan_length,
-    plan_pages,
-    plan_unmap,
-)
+from .codes import BROKEN, CAPTURED, DEAD, DONE, NEEDS, NO_PAGES, NO_TOKEN, PART, RING, SUSPENDED, TOO_LONG, TWICE, WAIT
+from .journal import begin, close, emit_row, plan_fill_cut, plan_length, plan_new, plan_unmap_all
+from .pages import page_of, pages_for, row_of
 from .reclaim import ALL, is_idle, supply
-from .rows import (
-    available,
-    copies_of,
-    grow_to,
-    is_over,
-    left_for,
-    page_of,
-    pages_for,
-    place,
-    recount,
-    row_of,
-    set_length,
-    use,
-    use_tokens,
-)
+from .rows import available, copies_of, grow_to, is_over, left_for, set_length, settle_row, use, use_tokens
 from .streams import is_captured
-from .tables import (
-    ASK,
-    BROKEN,
-    CACHE,
-    CAPTURED,
-    COPY,
-    DEAD,
-    DONE,
-    EXTENT,
-    GONE,
-    LISTS,
-    NEEDS,
-    NO_PAGES,
-    NO_TOKEN,
-    PART,
-    POOL,
-    RING,
-    ROW,
-    ROW_MASK,
-    STEP,
-    SUSPENDED,
-    TOO_LONG,
-    TWICE,
-    WAIT,
-)
+from .tables import COPY, ROW_MASK
 
 
 @inner
 def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
     """Checks sequences that are to grow, and writes down their targets. Returns `DONE` if the rows have room, `NEEDS`
     if pages must be mapped or counted, or a reason."""
-    c = view(cache, 1, CACHE)[0]
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
-    counts, code = view(counts_at, count if each < 0 else 0, np.int64), DONE
-    if view(c.pool, 1, POOL)[0].dead:
+    c, a, code = cache_of(cache), ask_of(ask), DONE
+    tickets, counts = words_at(tickets_at, count), words_at(counts_at, count if each < 0 else 0)
+    if pool_of(c.pool).dead:
         return DEAD
     c.turn += 1
     for index in range(count):
         row = row_of(cache, tickets[index])
         if row < 0:
-            view(ask, 1, ASK)[0].row = index
-            return GONE
-        r = rows[row]
+            a.row = index
+            return row
+        r = row_at(cache, row)
         if r.turn == c.turn:
-            view(ask, 1, ASK)[0].row = index
+            a.row = index
             return TWICE
         r.turn = c.turn
         r.target = r.length + (each if each >= 0 else counts[index])
         if r.target > r.room:
-            if r.suspended:
-                view(ask, 1, ASK)[0].row = index
-                return SUSPENDED
-            if r.target > c.max_tokens:
-                view(ask, 1, ASK)[0].row, view(ask, 1, ASK)[0].asked = index, r.target
-                return TOO_LONG
+            if r.suspended or r.target > c.max_tokens:
+                a.row, a.asked = index, r.target
+                return SUSPENDED if r.suspended else TOO_LONG
             code = NEEDS
     return code
 
@@ -96,30 +43,25 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 @inner
 def grow_inside(cache: int, tickets_at: int, count: int) -> int:
     """Sets rows to their targets, if all targets lie in ready pages. Returns `DONE`, `RING` or `NEEDS`."""
-    c, ring, used_from = view(cache, 1, CACHE)[0], 0, count
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    tickets, ring, uses_more = words_at(tickets_at, count), 0, 0
     for index in range(count):
-        r = rows[tickets[index] & ROW_MASK]
+        r = row_at(cache, tickets[index] & ROW_MASK)
         if r.target > r.capacity:
             return NEEDS
     for index in range(count):
-        row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].room:
-            use_tokens(cache, row, rows[row].target)
-            used_from = min(used_from, index)
-    if used_from < count and is_over(cache):
-        for index in range(used_from, count):
-            row = tickets[index] & ROW_MASK
-            if rows[row].target > rows[row].room:
-                use_tokens(cache, row, rows[row].length)
+        r = row_at(cache, tickets[index] & ROW_MASK)
+        if r.target > r.room:
+            use_tokens(cache, tickets[index] & ROW_MASK, r.target)
+            uses_more = 1
+    if uses_more and is_over(cache):
+        unuse_targets(cache, tickets_at, count)
         return NEEDS
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        is_onto_pages = rows[row].target > rows[row].room
-        ring |= set_length(cache, row, rows[row].target)
+        is_onto_pages = row_at(cache, row).target > row_at(cache, row).room
+        ring |= set_length(cache, row, row_at(cache, row).target)
         if is_onto_pages:
-            recount(cache, row)
-            place(cache, row)
+            settle_row(cache, row)
     return RING if ring else DONE
 
 
@@ -127,17 +69,16 @@ def grow_inside(cache: int, tickets_at: int, count: int) -> int:
 def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask: int) -> int:
     """Makes room for `each` more tokens in sequences, or for `counts` where `each` is negative, if no page has to be
     mapped. Returns `DONE`, `RING`, `NEEDS`, or a reason. It needs no lock."""
-    c = view(cache, 1, CACHE)[0]
     code = look(cache, tickets_at, count, each, counts_at, ask)
     if code == NEEDS:
         return grow_inside(cache, tickets_at, count)
     if code != DONE:
         return code
-    rows, tickets, ring = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64), 0
+    tickets, ring = words_at(tickets_at, count), 0
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].length:
-            ring |= set_length(cache, row, rows[row].target)
+        if row_at(cache, row).target > row_at(cache, row).length:
+            ring |= set_length(cache, row, row_at(cache, row).target)
     return RING if ring else DONE
 
 
@@ -145,11 +86,11 @@ def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
     """Makes room for more tokens in one sequence, if its length is `held` or `held` is negative. Returns `DONE`, `RING`
     or `NEEDS`. It needs no lock."""
-    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
-    if row < 0 or view(c.pool, 1, POOL)[0].dead:
+    row = row_of(cache, ticket)
+    if row < 0 or pool_of(cache_of(cache).pool).dead:
         return NEEDS
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    return NEEDS if held >= 0 and r.length != held else grow_to(cache, row, r.length + tokens)
+    length = row_at(cache, row).length
+    return NEEDS if held >= 0 and length != held else grow_to(cache, row, length + tokens)
 
 
 # ---------------------------------------------------------------------- onto pages
@@ -157,84 +98,67 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
 
 @inner
 def first_missing(cache: int, row: int, part: int) -> int:
-    """The first page that a row is to use and that is not mapped."""
-    c = view(cache, 1, CACHE)[0]
-    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-    return e.mapped if e.first < e.mapped else page_of(cache, part, view(c.rows_at, c.num_rows + LISTS, ROW)[row].start)
+    """The page behind a row's mapped pages, or the first that it needs."""
+    e = extent_at(cache, row, part)
+    return e.mapped if e.first < e.mapped else page_of(cache, part, row_at(cache, row).start)
 
 
 @inner
 def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
     """The number of large frames for the pages that a row lacks: none unless all its pages are on large frames, and
     only frames that the row uses, or is expected to use, as a whole."""
-    c = view(cache, 1, CACHE)[0]
-    large = view(c.pool, 1, POOL)[0].large
-    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    g_pages = pages_for(cache, part, c.max_tokens + c.overread)
+    c, e = cache_of(cache), extent_at(cache, row, part)
+    large = pool_of(c.pool).large
     if not c.large or page % large or (e.first < e.mapped and page != e.head_end):
         return 0
-    wish = min(max(end, pages_for(cache, part, r.expected)), g_pages)
-    needed = (end - page + large - 1) // large
-    return max(min(needed, (wish - page) // large), 0)
+    most = pages_for(cache, part, c.max_tokens + c.overread)
+    wish = min(max(end, pages_for(cache, part, row_at(cache, row).expected)), most)
+    return max(min((end - page + large - 1) // large, (wish - page) // large), 0)
 
 
 @inner
 def use_targets(cache: int, tickets_at: int, count: int, allow_large: int) -> int:
     """Makes rows use the pages of their targets. Returns the number of single pages that they lack, plus `1 << 32`
     times the number of large frames."""
-    c, singles, larges = view(cache, 1, CACHE)[0], 0, 0
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
-    large = view(c.pool, 1, POOL)[0].large
+    c, tickets, singles, larges = cache_of(cache), words_at(tickets_at, count), 0, 0
+    large = pool_of(c.pool).large
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].room:
-            use_tokens(cache, row, rows[row].target)
-            for part in range(c.ranges):
-                e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-                page, end = first_missing(cache, row, part), e.use_end
-                if page < end:
-                    found = larges_for(cache, row, part, page, end) if allow_large else 0
-                    larges += found
-                    singles += max(end - page - found * large, 0)
-                    use(cache, row, part, e.use_first, max(end, page + found * large))
+        if row_at(cache, row).target <= row_at(cache, row).room:
+            continue
+        use_tokens(cache, row, row_at(cache, row).target)
+        for part in range(c.ranges):
+            e, page = extent_at(cache, row, part), first_missing(cache, row, part)
+            end = e.use_end
+            if page < end:
+                found = larges_for(cache, row, part, page, end) if allow_large else 0
+                larges += found
+                singles += max(end - page - found * large, 0)
+                use(cache, row, part, e.use_first, max(end, page + found * large))
     return larges << 32 | singles
 
 
 @inner
 def unuse_targets(cache: int, tickets_at: int, count: int) -> None:
     """Takes `use_targets` back."""
-    c, tickets = view(cache, 1, CACHE)[0], view(tickets_at, count, np.int64)
-    rows = view(c.rows_at, c.num_rows + LISTS, ROW)
+    tickets = words_at(tickets_at, count)
     for index in range(count):
-        row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].room:
-            use_tokens(cache, row, rows[row].length)
+        r = row_at(cache, tickets[index] & ROW_MASK)
+        if r.target > r.room:
+            use_tokens(cache, tickets[index] & ROW_MASK, r.length)
 
 
 @inner
 def map_row(cache: int, row: int, larges: int) -> int:
     """Plans to map the used pages that a row lacks, on so many large frames at most, and to fill pages with bytes of
     another key. Returns the number of large frames that are left."""
-    c = view(cache, 1, CACHE)[0]
-    large, r = view(c.pool, 1, POOL)[0].large, view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        page, end, filled = first_missing(cache, row, part), e.use_end, e.use_end
-        if page < end:
-            wanted = min(larges_for(cache, row, part, page, end), larges)
-            larges -= wanted
-            filled = plan_pages(cache, row, part, page, wanted, end)
-            end = max(end, page + wanted * large)
-        ready = e.ready if e.first < e.mapped else page
-        if ready < end:
-            emit_row(cache, SET_ACCESS, row, part, ready, end - ready, 0)
-        unfilled = first_unfilled(cache, row, part, ready, min(page, end))
-        filled = unfilled if unfilled < page else filled
-        if filled < end:
-            plan_fill(cache, row, part, filled, end)
-        if not r.suspended:
-            plan_fill_cut(cache, row, part, r.target)
+    for part in range(cache_of(cache).ranges):
+        e, page = extent_at(cache, row, part), first_missing(cache, row, part)
+        wanted = min(larges_for(cache, row, part, page, e.use_end), larges) if page < e.use_end else 0
+        larges -= wanted
+        plan_new(cache, row, part, page, wanted, e.use_end)
+        if not row_at(cache, row).suspended:
+            plan_fill_cut(cache, row, part, row_at(cache, row).target)
     return larges
 
 
@@ -245,77 +169,69 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
     Returns a serial; `DONE` or `RING` where no page is missing any more; or a reason: `PART` and a row that would write
     to shared pages; `WAIT` and a fence; `SHORT` and the pages that guests have to give up.
     """
-    c = view(cache, 1, CACHE)[0]
-    pool, asked = c.pool, view(ask, 1, ASK)[0]
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    pool, a, tickets = cache_of(cache).pool, ask_of(ask), words_at(tickets_at, count)
     settle(pool, ask)
     code = look(cache, tickets_at, count, each, counts_at, ask)
     if code != NEEDS and code != DONE:
         return code
-    if starts_at:
-        starts = view(starts_at, count, np.int64)
-        for index in range(count):
-            r = rows[tickets[index] & ROW_MASK]
-            asked.row = index
-            if r.length or not 0 <= starts[index] <= r.target:
-                return NO_TOKEN
-    else:
+    for index in range(count if starts_at else 0):
+        r = row_at(cache, tickets[index] & ROW_MASK)
+        a.row = index
+        if r.length or not 0 <= words_at(starts_at, count)[index] <= r.target:
+            return NO_TOKEN
+    if not starts_at:
         inside = grow_inside(cache, tickets_at, count)
         if inside != NEEDS:
             return inside
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        for part in range(c.ranges):
-            e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-            if rows[row].broken:
-                asked.row = row
-                return BROKEN
-            if rows[row].target > rows[row].length and page_of(cache, part, rows[row].length) < e.shared:
-                asked.row = row
+        r = row_at(cache, row)
+        if r.broken:
+            a.row = row
+            return BROKEN
+        for part in range(cache_of(cache).ranges):
+            if r.target > r.length and page_of(cache, part, r.length) < extent_at(cache, row, part).shared:
+                a.row = row
                 return PART if starts_at else can_part_all(cache, tickets_at, count, ask)
     begin(pool)
     code = DONE
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if code == DONE and rows[row].length == 0 and rows[row].target:
-            code = begin_at(cache, row, view(starts_at, count, np.int64)[index] if starts_at else 0, ask)
+        if code == DONE and row_at(cache, row).length == 0 and row_at(cache, row).target:
+            code = begin_at(cache, row, words_at(starts_at, count)[index] if starts_at else 0, ask)
     code = plan_targets(cache, tickets_at, count, 0, 0, ask) if code == DONE else refuse(pool, code, ask)
-    if code < 0 and starts_at:
-        for index in range(count):
-            rows[tickets[index] & ROW_MASK].start = 0
-            recount(cache, tickets[index] & ROW_MASK)
+    for index in range(count if code < 0 and starts_at else 0):
+        row_at(cache, tickets[index] & ROW_MASK).start = 0
+        settle_row(cache, tickets[index] & ROW_MASK)
     return code
 
 
 @inner
 def can_part_all(cache: int, tickets_at: int, count: int, ask: int) -> int:
     """`PART`, or `NO_PAGES`: there is no room for what rows will use, and for copies of what others read there."""
-    c, asked, copies, before = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], 0, available(cache)
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
+    a, tickets, copies, before = ask_of(ask), words_at(tickets_at, count), 0, available(cache)
     use_targets(cache, tickets_at, count, 0)
     for index in range(count):
-        row = tickets[index] & ROW_MASK
-        for part in range(c.ranges):
-            if rows[row].target > rows[row].length:
-                copies += copies_of(cache, row, part, page_of(cache, part, rows[row].length))
+        r = row_at(cache, tickets[index] & ROW_MASK)
+        for part in range(cache_of(cache).ranges if r.target > r.length else 0):
+            copies += copies_of(cache, tickets[index] & ROW_MASK, part, page_of(cache, part, r.length))
     left = left_for(cache) - copies
     unuse_targets(cache, tickets_at, count)
-    asked.asked, asked.available = before - left, before
+    a.asked, a.available = before - left, before
     return NO_PAGES if left < 0 else PART
 
 
 @inner
 def begin_at(cache: int, row: int, start: int, ask: int) -> int:
     """Sets the start of a row without tokens, and plans to unmap pages away from it. Returns `DONE` or `WAIT`."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    r = row_at(cache, row)
+    for part in range(cache_of(cache).ranges):
+        e = extent_at(cache, row, part)
         if e.first < e.mapped and not e.first <= page_of(cache, part, start) <= e.mapped:
-            view(ask, 1, ASK)[0].slots = 0
+            ask_of(ask).slots = 0
             if not is_idle(cache, row, ask):
                 return WAIT
-            plan_unmap(cache, row, part, e.first, e.mapped)
+            plan_unmap_all(cache, row, part)
     r.start = start
     r.room = min(r.room, r.target - 1)
     return DONE
@@ -324,9 +240,8 @@ def begin_at(cache: int, row: int, start: int, ask: int) -> int:
 @inner
 def are_captured(cache: int, tickets_at: int, count: int, ask: int) -> int:
     """Whether a graph is being captured on the own stream of one of these sequences, or on the caller's."""
-    tickets = view(tickets_at, count, np.int64)
     for index in range(count):
-        if is_captured(cache, tickets[index] & ROW_MASK, ask):
+        if is_captured(cache, words_at(tickets_at, count)[index] & ROW_MASK, ask):
             return 1
     return 0
 
@@ -335,7 +250,7 @@ def are_captured(cache: int, tickets_at: int, count: int, ask: int) -> int:
 def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
     """Plans to map the pages that rows lack for their targets, and to make copies to the first (see `plan_resume`). The
     journal is open; a refusal closes it."""
-    p = view(view(cache, 1, CACHE)[0].pool, 1, POOL)[0]
+    p = pool_of(cache_of(cache).pool)
     poison = p.poison
     if poison and are_captured(cache, tickets_at, count, ask):
         p.poison = 0  # what is only for debugging is no part of a graph
@@ -347,49 +262,43 @@ def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies
 @inner
 def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
     """Does what `plan_targets` does."""
-    c = view(cache, 1, CACHE)[0]
-    pool, asked = c.pool, view(ask, 1, ASK)[0]
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
-    before = available(cache)
+    pool, a, tickets, before = cache_of(cache).pool, ask_of(ask), words_at(tickets_at, count), available(cache)
     need = use_targets(cache, tickets_at, count, 1)
     if is_over(cache):
         unuse_targets(cache, tickets_at, count)
         need = use_targets(cache, tickets_at, count, 0)
-    if is_over(cache):
-        missing = before - left_for(cache)
+    missing, code = before - left_for(cache), NO_PAGES
+    if not is_over(cache):
+        code = supply(pool, need & 0xFFFFFFFF, need >> 32, ALL, ask)
+    if code < 0:
         unuse_targets(cache, tickets_at, count)
-        asked.asked, asked.available = missing, before
-        return refuse(pool, NO_PAGES, ask)
-    larges = supply(pool, need & 0xFFFFFFFF, need >> 32, ALL, ask)
-    if larges < 0:
-        unuse_targets(cache, tickets_at, count)
-        return refuse(pool, larges, ask)
+        if code == NO_PAGES:
+            a.asked, a.available = missing, before
+        return refuse(pool, code, ask)
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].room:
-            larges = map_row(cache, row, larges)
+        if row_at(cache, row).target > row_at(cache, row).room:
+            code = map_row(cache, row, code)
     if copies:
         plan_copies(cache, tickets[0] & ROW_MASK, copies_at, copies)
-    if view(pool, 1, POOL)[0].fills and are_captured(cache, tickets_at, count, ask):
+    if pool_of(pool).fills and are_captured(cache, tickets_at, count, ask):
         unuse_targets(cache, tickets_at, count)
         return refuse(pool, CAPTURED, ask)
     serial = close(pool)
     for index in range(count):
-        row = tickets[index] & ROW_MASK
-        if rows[row].target > rows[row].length:
-            plan_length(cache, row, rows[row].start, rows[row].target)
+        r = row_at(cache, tickets[index] & ROW_MASK)
+        if r.target > r.length:
+            plan_length(cache, tickets[index] & ROW_MASK, r.start, r.target)
     return serial
 
 
 @inner
 def plan_copies(cache: int, row: int, copies_at: int, copies: int) -> None:
     """Plans to copy tokens to a row from host memory, but for those on pages that are mapped: see `plan_resume`."""
-    c, words = view(cache, 1, CACHE)[0], view(copies_at, (copies, 4), np.int64)
-    p = view(c.pool, 1, POOL)[0]
+    pool, copy = cache_of(cache).pool, words_at(copies_at, (copies, 4))
     for index in range(copies):
-        part, first, nbytes = words[index, 0], words[index, 1], words[index, 2]
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        begin = max(first, e.mapped * p.page_size)
+        part, first, nbytes = copy[index, 0], copy[index, 1], copy[index, 2]
+        begin = max(first, extent_at(cache, row, part).mapped * pool_of(pool).page_size)
         if begin < first + nbytes:
-            s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, part, 0, 0, 0)]
-            s.address, s.nbytes, s.other = s.address + begin, first + nbytes - begin, words[index, 3] + begin - first
+            s = step_in(pool, emit_row(cache, COPY, row, part, 0, 0, 0))
+            s.address, s.nbytes, s.other = s.address + begin, first + nbytes - begin, copy[index, 3] + begin - first

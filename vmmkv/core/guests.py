@@ -19,19 +19,20 @@ A list of frames is, for each range of the cache, the number of frames and then 
 on its pages from 0 on, one behind the other.
 """
 
-import numpy as np
-
 from ..compiled import entry, inner
 from ..compiled.native import view
+from .access import cache_of, extent_at, frame_in, pool_of, row_at, words_at
+from .codes import DONE, NO_TOKEN
 from .frames import add_gain, push_free
-from .rows import frame_at, page_of, place, recount, row_of, track
-from .tables import CACHE, DONE, EXTENT, FRAME, GONE, LISTS, NO_TOKEN, NOTE, POOL, ROW, SUSPENDED
+from .pages import active_row, frame_at, page_of
+from .rows import settle_row, track
+from .tables import NOTE
 
 
 @entry
 def join(cache: int, ring: int, size: int) -> int:
     """Starts the notes of a cache, in a ring of `size` notes."""
-    c = view(cache, 1, CACHE)[0]
+    c = cache_of(cache)
     c.ring_at, c.ring_size, c.guest, c.ring_head, c.ring_tail = ring, size, 1, 0, 0
     return DONE
 
@@ -39,7 +40,7 @@ def join(cache: int, ring: int, size: int) -> int:
 @inner
 def notes(cache: int, out: int, most: int) -> int:
     """Takes up to so many notes. Returns their number; or -1, once, where notes were lost."""
-    c = view(cache, 1, CACHE)[0]
+    c = cache_of(cache)
     if c.ring_head - c.ring_tail > c.ring_size:
         c.ring_tail = c.ring_head
         return -1
@@ -57,40 +58,35 @@ def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, 
     """References the frames of a range, from page `first` on, that a sequence's first tokens fill, and writes their
     numbers to `out`. Returns the number of frames, `GONE`, `SUSPENDED`, or `NO_TOKEN`: the sequence has fewer
     tokens, or has released its front."""
-    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
+    row = active_row(cache, ticket)
     if row < 0:
-        return GONE
-    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-    if r.suspended:
-        return SUSPENDED
+        return row
+    r, numbers = row_at(cache, row), words_at(out, most)
     if tokens > r.length or r.start or r.broken:
         return NO_TOKEN
-    numbers, page, count, end = view(out, most, np.int64), first, 0, page_of(cache, part, tokens)
+    page, count, end = first, 0, page_of(cache, part, tokens)
     while page < end and count < most:
         frame = frame_at(cache, part, row, page)
-        pages = view(p.frames_at, p.capacity, FRAME)[frame].pages
+        pages = frame_in(cache_of(cache).pool, frame).pages
         if page + pages > end:
             break
         numbers[count] = frame
         page += pages
         count += 1
-    if page > e.shared:
+    if page > extent_at(cache, row, part).shared:
         track(cache, row, part, page)
     for index in range(count):
         reference(cache, numbers[index], 1)
-    recount(cache, row)
-    place(cache, row)
+    settle_row(cache, row)
     return count
 
 
 @entry
 def hold_again(cache: int, frames_at: int, count: int) -> int:
     """References frames once more. Returns `DONE`, or `NO_TOKEN` where one of them is not held."""
-    c, frames = view(cache, 1, CACHE)[0], view(frames_at, count, np.int64)
-    p = view(c.pool, 1, POOL)[0]
+    pool, frames = cache_of(cache).pool, words_at(frames_at, count)
     for index in range(count):
-        if not 0 <= frames[index] < p.fresh or view(p.frames_at, p.capacity, FRAME)[frames[index]].held < 1:
+        if not 0 <= frames[index] < pool_of(pool).fresh or frame_in(pool, frames[index]).held < 1:
             return NO_TOKEN
     for index in range(count):
         reference(cache, frames[index], 1)
@@ -100,19 +96,17 @@ def hold_again(cache: int, frames_at: int, count: int) -> int:
 @entry
 def drop(cache: int, frames_at: int, count: int) -> int:
     """Ends references to frames."""
-    frames = view(frames_at, count, np.int64)
     for index in range(count):
-        reference(cache, frames[index], -1)
+        reference(cache, words_at(frames_at, count)[index], -1)
     return DONE
 
 
 @inner
 def reference(cache: int, frame: int, sign: int) -> None:
     """Adds a reference to a frame, or ends one."""
-    pool = view(cache, 1, CACHE)[0].pool
-    f = view(view(pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
+    f = frame_in(cache_of(cache).pool, frame)
     add_gain(cache, frame, -1)
     f.held += sign
     add_gain(cache, frame, 1)
     if f.refs == 0 and f.held == 0:
-        push_free(pool, frame)
+        push_free(cache_of(cache).pool, frame)

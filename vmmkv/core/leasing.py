@@ -4,20 +4,18 @@ They count as used. The callers hold the interpreter's lock, as for all changes 
 """
 
 from ..compiled import inner
-from ..compiled.native import view
-from .tables import ACCOUNT, ASK, POOL
+from .access import account_in, ask_of, pool_of
 
 
 @inner
 def lease(pool: int, account: int, pages: int, ask: int) -> int:
     """Leases up to so many more pages. Returns how many. `ask.asked` is how many more there would be to lease, had free
     frames and surplus been released."""
-    p = view(pool, 1, POOL)[0]
-    a = view(p.accounts_at, p.accounts, ACCOUNT)[account]
+    p, a = pool_of(pool), account_in(pool, account)
     unused = p.budget - p.committed + max(a.used, a.reserved) - a.used
     wanted = max(min(pages, a.limit - a.used, unused), 0)
     got = max(min(wanted, p.budget - p.created - p.leased), 0)
-    view(ask, 1, ASK)[0].asked = wanted - got
+    ask_of(ask).asked = wanted - got
     count(pool, account, got)
     return got
 
@@ -25,8 +23,7 @@ def lease(pool: int, account: int, pages: int, ask: int) -> int:
 @inner
 def count(pool: int, account: int, pages: int) -> None:
     """Counts pages that are leased from now on, or given back (`pages` is negative)."""
-    p = view(pool, 1, POOL)[0]
-    a = view(p.accounts_at, p.accounts, ACCOUNT)[account]
+    p, a = pool_of(pool), account_in(pool, account)
     p.committed -= max(a.used, a.reserved)
     a.used += pages
     a.leased += pages
@@ -38,9 +35,8 @@ def count(pool: int, account: int, pages: int) -> None:
 @inner
 def end(pool: int, account: int) -> None:
     """Ends the reservation of an account, and the account itself if nothing is leased any more."""
-    p = view(pool, 1, POOL)[0]
-    a = view(p.accounts_at, p.accounts, ACCOUNT)[account]
-    p.committed -= max(a.used, a.reserved) - a.used
+    a = account_in(pool, account)
+    pool_of(pool).committed -= max(a.used, a.reserved) - a.used
     a.reserved = 0
     if a.used == 0:
         a.open = 0

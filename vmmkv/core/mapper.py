@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from time import sleep
 
 from . import entries
+from .codes import FAILED, RING, WAIT
 from .pool import Ask, Pool
-from .tables import FAILED, RING, WAIT
 
 FRAMES = 4
 """Frames of one change, the most that another thread has to wait for."""

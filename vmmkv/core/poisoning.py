@@ -7,21 +7,19 @@ numbers there. The tokens of ended sequences stay where a guest may find them.
 """
 
 from ..compiled import inner
-from ..compiled.native import call, view
+from ..compiled.native import call
 from ..driver.running import enter, leave
-from ..driver.table import DRIVER
+from .access import cache_of, driver_of, extent_at, pool_of, range_at, row_at
 from .journal import poison_of
-from .rows import address_of
+from .pages import address_of
 from .streams import fence_stream, hold_slot, is_captured, order_slots
-from .tables import CACHE, EXTENT, LISTS, POOL, RANGE, ROW
 
 
 @inner
 def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
     """Fills tokens of a row. The row's fence covers all work on them, and then the fill. Fills nothing while a graph is
     captured, or where a call fails."""
-    c = view(cache, 1, CACHE)[0]
-    p, r, status = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row], 0
+    p, r, status = pool_of(cache_of(cache).pool), row_at(cache, row), 0
     if first >= end or not poison_of(cache) or r.broken or r.suspended or is_captured(cache, row, ask):
         return
     if enter(p.driver, ask):
@@ -29,12 +27,11 @@ def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
     if r.stream:
         slot = hold_slot(p.driver, r.stream, 0, ask)
         status = order_slots(p.driver, r.slots, r.tick, slot) if slot >= 0 else slot
-    for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        record = view(c.ranges_at, c.ranges, RANGE)[part].record
+    for part in range(cache_of(cache).ranges):
+        e, record = extent_at(cache, row, part), range_at(cache, part).record
         begin, behind = max(first * record, max(e.shared, e.readonly, e.first) * p.page_size), end * record
         if begin < behind and status == 0:
             place = address_of(cache, row, part, 0) + begin
-            status = call(view(p.driver, 1, DRIVER)[0].fill, (place, p.poison, behind - begin, r.stream))
+            status = call(driver_of(p.driver).fill, (place, p.poison, behind - begin, r.stream))
     leave(p.driver, ask)
     fence_stream(cache, row, r.stream, ask)

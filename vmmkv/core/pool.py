@@ -30,30 +30,8 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from . import entries
-from .tables import (
-    ACCOUNT,
-    ASK,
-    CAPTURED,
-    COPY,
-    DEAD,
-    FAILED,
-    FILL,
-    FRAME,
-    FULL,
-    GONE,
-    IN,
-    NO_LIMIT,
-    NO_PAGES,
-    OUT,
-    POOL,
-    RING,
-    SHORT,
-    STAGE,
-    STEP,
-    UNSTAGE,
-    WAIT,
-)
+from . import codes, entries
+from .tables import ACCOUNT, ASK, COPY, FILL, FRAME, IN, OUT, POOL, STAGE, STEP, UNSTAGE
 
 LARGE = 16
 """Pages of a large frame."""
@@ -150,7 +128,7 @@ class Pool:
         self.state = record(
             POOL, driver=driver.address, page_size=driver.page_size, large=LARGE, capacity=capacity, budget=pages,
             frames_at=at(self.frames), accounts_at=at(self.accounts), accounts=SLOTS, caches_at=at(self.caches),
-            caches=SLOTS, steps_at=at(self.steps), max_steps=len(self.steps), serial=RING,
+            caches=SLOTS, steps_at=at(self.steps), max_steps=len(self.steps), serial=codes.RING,
             run_scratch=at(zeros(SCRATCH, np.dtype(np.int64))), spent=self.meter.spent.ctypes.data,
             spent_ahead=self.ahead_meter.spent.ctypes.data, staging=self.staging, asleep=1,
             poison=0xFF if poison else 0, **stacks,
@@ -187,14 +165,14 @@ class Pool:
                 if not self.is_open:
                     raise UseAfterFreeError("this pool was closed; make a new one")
                 code = plan(*arguments, ask.address)
-                if code > RING:
+                if code > codes.RING:
                     entries.run(self.address, code, 0)
                     code = entries.commit(self.address, code, ask.address)
-                    if code == FAILED:
+                    if code == codes.FAILED:
                         error = self.failure(ask)
-            if code == NO_PAGES and (self.sweep() or self.gain_budget_for(ask)):
+            if code == codes.NO_PAGES and (self.sweep() or self.gain_budget_for(ask)):
                 continue
-            if code != WAIT and code != SHORT and code != FAILED:
+            if code != codes.WAIT and code != codes.SHORT and code != codes.FAILED:
                 break
             refusal = error or refusal
             try:
@@ -205,7 +183,7 @@ class Pool:
                 words = f"{lack} The device has no memory for new pages: {refusal}"
                 raise OutOfPagesError(words, requested=lack.requested, available=lack.available) from refusal
             error = None
-        if code in (NO_PAGES, CAPTURED, FULL, DEAD):
+        if code in (codes.NO_PAGES, codes.CAPTURED, codes.FULL, codes.DEAD):
             raise self.error(code, ask)
         return code
 
@@ -234,11 +212,11 @@ class Pool:
 
     def _help(self, code: int, ask: Ask, error: DriverError | None) -> None:
         """Waits, or asks guests, as a plan needs before it is made again. Raises where nothing helps."""
-        if code == WAIT:
+        if code == codes.WAIT:
             Fence(self.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
-        elif code == SHORT:
+        elif code == codes.SHORT:
             missing = ask.words[ASKED]
-            if self.change(Ask(), entries.plan_retired, self.address, missing) != GONE:
+            if self.change(Ask(), entries.plan_retired, self.address, missing) != codes.GONE:
                 return
             if not self.ask_guests(missing):
                 raise out_of_pages(missing, 0)
@@ -278,13 +256,13 @@ class Pool:
 
     def error(self, code: int, ask: Ask) -> Exception:
         """The exception for a code of a compiled call."""
-        if code == NO_PAGES:
+        if code == codes.NO_PAGES:
             return out_of_pages(ask.words[ASKED], ask.words[AVAILABLE])
-        if code == CAPTURED:
+        if code == codes.CAPTURED:
             return self.driver.captured("record", self.driver.current_stream())
-        if code == DEAD:
+        if code == codes.DEAD:
             return fork_error()
-        if code == FULL:
+        if code == codes.FULL:
             return DriverError("record", "FULL", "more streams than 62 are named by live sequences")
         return self.driver.error("record", ask.words[0])
 
@@ -305,15 +283,13 @@ class Pool:
             raise BudgetError(
                 f"asked for a limit of {pages} pages, {reserved} of them reserved; the device has {self.most}"
             )
-        while self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == NO_LIMIT:
+        while self.change(ask, entries.plan_limit, self.address, account, pages, reserved) == codes.NO_LIMIT:
             budget = pages if account < 0 else self.word("budget") - reserved
             missing = self.word("committed") - budget
             if not (self.take_leased(missing) if account < 0 else self.gain_budget(missing)):
                 raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
         if account < 0:
             self.release(self.word("created") - max(pages - self.word("leased"), 0))
-
-    set_limit = limit_to
 
     def trim_to(self, keep_pages: int = 0) -> int:
         """Gives free, surplus and held pages back to the driver until `keep_pages` exist; returns how many."""
@@ -323,19 +299,18 @@ class Pool:
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
             if last == self.word("created") > keep_pages:
                 wanted = last - keep_pages
-                if self.change(Ask(), entries.plan_retired, self.address, wanted) != GONE or self.ask_guests(wanted):
+                if self.change(Ask(), entries.plan_retired, self.address, wanted) != codes.GONE or self.ask_guests(
+                    wanted
+                ):
                     last = -1
         return before - last
-
-    trim = trim_to
 
     def free_pages(self) -> int:
         """Pages that exist and are mapped nowhere, nor held."""
         return self.word("small") + self.word("larges") * LARGE
 
     def release(self, pages: int) -> int:
-        """Gives up to so many pages that are free, surplus, or only held by guests, back to the driver; returns how
-        many."""
+        """Gives up to so many pages that no sequence uses back to the driver; returns how many."""
         before, pages = self.word("created"), max(pages, 0)
         self.trim_to(before - pages)
         missing = pages - before + self.word("created")
@@ -401,17 +376,22 @@ class Pool:
         if not 0 <= reserved <= limit <= NO_LIMIT_PAGES:
             raise BudgetError(f"asked to reserve {reserved} of at most {limit} pages")
         ask = Ask()
-        while (code := entry(address, limit, reserved, ask.address)) == NO_LIMIT:
+        while (code := entry(address, limit, reserved, ask.address)) == codes.NO_LIMIT:
             left = ask.words[AVAILABLE]
             if not self.gain_budget(reserved - left):
                 raise BudgetError(f"asked to reserve {reserved} pages; {left} are neither used nor reserved by others")
-        if code == FULL:
+        if code == codes.FULL:
             raise BudgetError(f"a pool has at most {SLOTS} caches and {SLOTS} accounts at a time; close some")
         return code
 
     def close_account(self, number: int) -> None:
         """Closes an account that uses nothing."""
         entries.close_account(self.address, number)
+
+    def keep_stream(self, ask: Ask, stream: Any = None) -> None:
+        """Keeps the object of a stream, None for the current one, that a compiled call has named for the first time."""
+        if ask.words[FRESH]:
+            self.driver.slot_streams[ask.words[FRESH] - 1] = self.driver.current_stream() if stream is None else stream
 
     def ring(self) -> None:
         """Wakes the mapper, if there is one."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError, SequenceTooLongError, SuspendedError, UseAfterFreeError
 from ..layout import shown
 from . import entries
-from .tables import DONE, RING, ROW_BITS, ROW_MASK
+from .codes import DONE, RING
+from .tables import ROW_BITS, ROW_MASK
 
 if TYPE_CHECKING:
     from .cache import Cache

@@ -1,63 +1,19 @@
 """Sequences: their start on a row, the tokens that they keep, and their end."""
 
-import numpy as np
-
 from ..compiled import entry, inner
 from ..compiled.native import static, view
-from ..driver.fencing import SLOTS, STREAM
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
-from ..driver.table import DRIVER
+from .access import ask_of, cache_of, extent_at, pool_of, range_at, row_at, rows_of, words_at
 from .booking import settle
-from .journal import begin, close, plan_unmap, poison_of
+from .codes import CAPTURED, DEAD, DONE, FAILED, GONE, NEEDS, NO_PAGES, NO_ROWS, NO_TOKEN, RING, TAKEN, WAIT
+from .journal import begin, close, plan_unmap_all, poison_of
+from .pages import active_row, fit, mapped_pages, page_of, pages_for, pages_with, row_of
 from .poisoning import poison
 from .reclaim import is_idle
-from .rows import (
-    available,
-    class_of,
-    fit,
-    grow_to,
-    is_over,
-    mapped_pages,
-    page_of,
-    pages_for,
-    place,
-    queue_row,
-    recount,
-    row_of,
-    unlink_old,
-    use,
-    use_tokens,
-)
-from .streams import fence_row, hold_slot, let_slots, order_slots, pending_slots, record_slots
-from .tables import (
-    ASK,
-    CACHE,
-    CAPTURED,
-    CLASSES,
-    DEAD,
-    DONE,
-    EXTENT,
-    FAILED,
-    GONE,
-    LISTS,
-    NEEDS,
-    NO_PAGES,
-    NO_ROWS,
-    NO_TOKEN,
-    NOTE,
-    NUM_CLASSES,
-    POOL,
-    RANGE,
-    RETIRED,
-    RING,
-    ROW,
-    ROW_BITS,
-    SUSPENDED,
-    TAKEN,
-    VACANT_ROWS,
-    WAIT,
-)
+from .rows import available, class_of, grow_to, is_over, queue_row, set_bounds, settle_row, unlink_old, use, use_tokens
+from .streams import fence_row, hold_slot, let_slots, order_slots, pending_slots, record_slots, stream_in
+from .tables import CLASSES, NOTE, NUM_CLASSES, RETIRED, ROW_BITS, VACANT_ROWS
 
 FREED, CUT = 1, 2
 """Kinds of notes for a guest: a sequence has ended; a sequence was cut to a length."""
@@ -66,33 +22,29 @@ CANDIDATES = 8
 
 
 @inner
-def note(cache: int, kind: int, row: int, owner: int, tokens: int) -> None:
-    """Writes a note about a row for the guest. A note in a full ring overwrites the oldest."""
-    c = view(cache, 1, CACHE)[0]
-    if not c.guest:
-        return
-    n = view(c.ring_at, c.ring_size, NOTE)[c.ring_head % c.ring_size]
-    n.kind, n.row, n.owner, n.tokens = kind, row, owner, tokens
-    c.ring_head += 1
+def note(cache: int, kind: int, row: int, tokens: int) -> None:
+    """Writes a note about a row's sequence for the guest. A note in a full ring overwrites the oldest."""
+    c = cache_of(cache)
+    if c.guest:
+        n = view(c.ring_at, c.ring_size, NOTE)[c.ring_head % c.ring_size]
+        n.kind, n.row, n.owner, n.tokens = kind, row, row_at(cache, row).owner, tokens
+        c.ring_head += 1
 
 
 @inner
 def is_near(cache: int, row: int, slot: int, ask: int) -> int:
     """Whether work on a stream comes behind all work on a row's surplus."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    only = 1 << slot if slot >= 0 else 0
-    if r.slots & ~only:
-        r.slots = pending_slots(view(c.pool, 1, POOL)[0].driver, r.slots, r.tick)
-    return 1 if r.slots & ~only == 0 else 0
+    r, others = row_at(cache, row), ~(1 << slot if slot >= 0 else 0)
+    if r.slots & others:
+        r.slots = pending_slots(pool_of(cache_of(cache).pool).driver, r.slots, r.tick)
+    return 1 if r.slots & others == 0 else 0
 
 
 @inner
 def suits(cache: int, row: int, target: int) -> int:
     """Whether a sequence of so many tokens would waste little on a parked row: large frames count as used whole."""
-    c = view(cache, 1, CACHE)[0]
-    for part in range(c.ranges):
-        end = pages_for(cache, part, target + c.overread)
+    for part in range(cache_of(cache).ranges):
+        end = pages_for(cache, part, target + cache_of(cache).overread)
         if (fit(cache, row, part, end, 1) - end) * 8 > end:
             return 0
     return 1
@@ -102,48 +54,43 @@ def suits(cache: int, row: int, target: int) -> int:
 def choose(cache: int, pages: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
     """Chooses a parked row of the same key for so many pages, or -1: of the smallest size that is large enough, else of
     the largest; among the first few, one whose work has finished or is on the same stream."""
-    c = view(cache, 1, CACHE)[0]
-    rows, wanted, best = view(c.rows_at, c.num_rows + LISTS, ROW), class_of(pages), -1
+    c, rows, wanted, best = cache_of(cache), rows_of(cache), class_of(pages), -1
     for turn in range(NUM_CLASSES):
         which = wanted + turn if wanted + turn < NUM_CLASSES else NUM_CLASSES - 1 - turn
-        if c.classes >> which & 1:
-            row, looks = rows[c.num_rows + CLASSES + which].prev, 0
-            while row < c.num_rows and looks < CANDIDATES:
-                if rows[row].key == key and row != avoid and suits(cache, row, target):
-                    if is_near(cache, row, slot, ask):
-                        return row
-                    best = row if best < 0 else best
-                row = rows[row].prev
-                looks += 1
-            if best >= 0:
-                return best
+        row, looks = rows[c.num_rows + CLASSES + which].prev if c.classes >> which & 1 else c.num_rows, 0
+        while row < c.num_rows and looks < CANDIDATES:
+            if rows[row].key == key and row != avoid and suits(cache, row, target):
+                if is_near(cache, row, slot, ask):
+                    return row
+                best = row if best < 0 else best
+            row = rows[row].prev
+            looks += 1
+        if best >= 0:
+            return best
     return best
 
 
 @inner
 def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -> int:
     """Gives a row to a new sequence. Returns its ticket."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    owners = view(static("owners"), 1, np.int64)
+    c, r, owners = cache_of(cache), row_at(cache, row), words_at(static("owners"), 1)
     owners[0] += 1
     r.owner, r.expected = owners[0], expected
     r.key = r.owner if c.key_of_sequence else key
     r.length = r.start = r.broken = r.cut = r.suspended = r.away = r.away_start = 0
     r.stream, r.streams = handle, 1 << slot if slot >= 0 else 0
     c.live += 1
-    recount(cache, row)
-    place(cache, row)
+    settle_row(cache, row)
     return r.owner << ROW_BITS | row
 
 
 @inner
 def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
     """Finds a row for a new sequence: a parked row whose pages suit it, else one without pages, else -1."""
-    c, pages, row = view(cache, 1, CACHE)[0], 0, -1
-    vacant = view(c.rows_at, c.num_rows + LISTS, ROW)[c.num_rows + VACANT_ROWS].next
+    c, pages, row = cache_of(cache), 0, -1
+    vacant = row_at(cache, c.num_rows + VACANT_ROWS).next
     for part in range(c.ranges):
-        pages += pages_for(cache, part, target + c.overread) if target else 0
+        pages += pages_with(cache, part, target)
     if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
         row = choose(cache, pages, target, key, avoid, slot, ask)
     return vacant if row < 0 and vacant < c.num_rows else row
@@ -159,14 +106,13 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
     Returns `DONE` or `RING`; `NO_ROWS`; `TAKEN`: the wanted row belongs to a live sequence; `NEEDS`: the pages of a row
     must be unmapped first (see `plan_empty`); `FULL` or `FAILED`: the stream could not be named.
     """
-    c = view(cache, 1, CACHE)[0]
-    p = view(c.pool, 1, POOL)[0]
-    rows, slot = view(c.rows_at, c.num_rows + LISTS, ROW), -1
+    c, a, slot = cache_of(cache), ask_of(ask), -1
+    p = pool_of(c.pool)
     if p.dead or c.closed:
         return DEAD if p.dead else GONE
     if c.live == c.num_rows:
         return NO_ROWS
-    if wanted >= 0 and rows[wanted].owner:
+    if wanted >= 0 and row_at(cache, wanted).owner:
         return TAKEN
     if enter(p.driver, ask):
         return FAILED
@@ -174,48 +120,46 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
         slot = hold_slot(p.driver, handle, 1, ask)
     code = take_row(cache, max(tokens, expected), key, wanted, slot, ask) if slot >= 0 or not handle else slot
     leave_context(p.driver, ask)
-    row = view(ask, 1, ASK)[0].row
+    row = a.row
     if code != DONE:
         if slot >= 0:
             let_slots(p.driver, 1 << slot)
         return code
-    view(cell, 1, np.int64)[0] = own(cache, row, key, expected, slot, handle)
-    grown, a = grow_to(cache, row, tokens) if tokens else NEEDS, view(ask, 1, ASK)[0]
+    words_at(cell, 1)[0] = own(cache, row, key, expected, slot, handle)
+    grown = grow_to(cache, row, tokens) if tokens else NEEDS
     a.available = mapped_pages(cache, row) > 0
     c.adopted += a.available
     a.asked = tokens if grown != NEEDS else 0
     if grown == RING:
         return RING
-    return RING if expected > rows[row].capacity and c.lookahead and queue_row(cache, row) else DONE
+    return RING if expected > row_at(cache, row).capacity and c.lookahead and queue_row(cache, row) else DONE
 
 
 @inner
 def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int) -> int:
     """Writes a row for a new sequence to `ask.row`, and makes the stream wait for all work on its pages. Returns
     `DONE`, `NEEDS` or `FAILED`. It needs the context."""
-    c, a = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0]
-    driver, rows = view(c.pool, 1, POOL)[0].driver, view(c.rows_at, c.num_rows + LISTS, ROW)
+    c, a = cache_of(cache), ask_of(ask)
     a.row = row = find_row(cache, target, key, -2 - wanted, slot, ask) if wanted < 0 else wanted
-    if row < 0 or rows[row].busy or rows[row].list == RETIRED:
+    r, driver = row_at(cache, max(row, 0)), pool_of(c.pool).driver
+    if row < 0 or r.busy or r.list == RETIRED:
         return NEEDS
-    if rows[row].list != VACANT_ROWS and (rows[row].key != key or c.key_of_sequence):
+    if r.list != VACANT_ROWS and (r.key != key or c.key_of_sequence):
         return NEEDS
     if slot < 0 or is_near(cache, row, slot, ask):
         return DONE
-    d = view(driver, 1, DRIVER)[0]
-    if captured(driver, view(d.streams_at, SLOTS, STREAM)[slot].handle, ask):  # it cannot wait for other streams
-        a.row = rows[c.num_rows + VACANT_ROWS].next
+    if captured(driver, stream_in(driver, slot).handle, ask):  # it cannot wait for other streams
+        a.row = row_at(cache, c.num_rows + VACANT_ROWS).next
         return DONE if wanted < 0 and a.row < c.num_rows else NEEDS
-    return FAILED if order_slots(driver, rows[row].slots, rows[row].tick, slot) else DONE
+    return FAILED if order_slots(driver, r.slots, r.tick, slot) else DONE
 
 
 @entry
 def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, handle: int, cell: int, ask: int) -> int:
     """Gives a parked row to a new sequence that begins with the first tokens of the sequence `last`, which had the row.
     Returns `DONE` or `RING`; `GONE`: another sequence has had the row, or pages are gone; or what `adopt` returns."""
-    c = view(cache, 1, CACHE)[0]
-    p = view(c.pool, 1, POOL)[0]
-    a, slot = view(ask, 1, ASK)[0], -1
+    c, a, slot, code = cache_of(cache), ask_of(ask), -1, DONE
+    p = pool_of(c.pool)
     if p.dead:
         return DEAD
     if c.closed or not 0 <= row < c.num_rows or not 0 <= tokens <= kept(cache, row, last):
@@ -224,8 +168,8 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
         return FAILED
     if handle:
         slot = hold_slot(p.driver, handle, 1, ask)
-    code = slot if handle and slot < 0 else DONE
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+        code = min(slot, DONE)
+    r = row_at(cache, row)
     if code == DONE and not is_near(cache, row, slot, ask) and slot >= 0:
         if captured(p.driver, handle, ask):
             code = CAPTURED
@@ -246,30 +190,25 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
     ticket = own(cache, row, r.key, expected, slot, handle)
     r.length = tokens
     for part in range(c.ranges if c.key_of_sequence else 0):  # what the other sequence has left is filled
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        record = view(c.ranges_at, c.ranges, RANGE)[part].record
-        r.cut = min(max(r.cut, e.ready * p.page_size // record + 1), c.max_tokens)
+        ready = extent_at(cache, row, part).ready * p.page_size // range_at(cache, part).record
+        r.cut = min(max(r.cut, ready + 1), c.max_tokens)
     c.tokens += tokens
     c.reused += 1
-    recount(cache, row)
-    place(cache, row)
-    view(cell, 1, np.int64)[0] = ticket
+    settle_row(cache, row)
+    words_at(cell, 1)[0] = ticket
     return RING if max(expected, tokens) > r.ahead_at and c.lookahead and queue_row(cache, row) else DONE
 
 
 @entry
 def kept(cache: int, row: int, last: int) -> int:
-    """The number of tokens, from the first on, that are still mapped of an ended sequence on its row; -1 if another
-    sequence has had the row."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
+    """The number of first tokens of an ended sequence that are mapped on its row; -1 if another one has had the row."""
+    c, r = cache_of(cache), row_at(cache, row)
     if r.owner or r.busy or r.last != last or r.broken:
         return -1
-    tokens = c.max_tokens
+    tokens, size = c.max_tokens, pool_of(c.pool).page_size
     for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        size, record = view(c.pool, 1, POOL)[0].page_size, view(c.ranges_at, c.ranges, RANGE)[part].record
-        tokens = min(tokens, e.ready * size // record - c.overread if e.first == 0 else 0)
+        e = extent_at(cache, row, part)
+        tokens = min(tokens, e.ready * size // range_at(cache, part).record - c.overread if e.first == 0 else 0)
     return max(min(tokens, r.left), 0)
 
 
@@ -278,37 +217,27 @@ def plan_empty(cache: int, wanted: int, ask: int) -> int:
     """Plans to unmap all of a row without a sequence: the wanted one, else the oldest retired one, else the oldest
     parked one. `wanted` is as in `adopt`. Returns a serial, `DONE` if a row has no pages, `NO_ROWS`, `TAKEN` or
     `WAIT`."""
-    c = view(cache, 1, CACHE)[0]
-    rows, row = view(c.rows_at, c.num_rows + LISTS, ROW), wanted
+    c, rows, row, avoid = cache_of(cache), rows_of(cache), wanted, -2 - wanted
     settle(c.pool, ask)
-    view(ask, 1, ASK)[0].slots = 0
+    ask_of(ask).slots = 0
     if wanted < 0:
         row = rows[c.num_rows + RETIRED].next
-        row = rows[row].next if row == -2 - wanted else row
+        row = rows[row].next if row == avoid else row
     if row >= c.num_rows:
         row = rows[c.num_rows].younger
-        row = rows[row].younger if row == -2 - wanted else row
+        row = rows[row].younger if row == avoid else row
     if row >= c.num_rows:
         row = rows[c.num_rows + VACANT_ROWS].next  # another thread may have emptied one meanwhile
-        row = rows[row].next if row == -2 - wanted else row
+        row = rows[row].next if row == avoid else row
         return DONE if row < c.num_rows else NO_ROWS
     if rows[row].owner:
         return TAKEN
     if not is_idle(cache, row, ask):
         return WAIT
     begin(c.pool)
-    empty_row(cache, row)
-    return close(c.pool)
-
-
-@inner
-def empty_row(cache: int, row: int) -> None:
-    """Plans to unmap all of a row."""
-    c = view(cache, 1, CACHE)[0]
     for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        if e.first < e.mapped:
-            plan_unmap(cache, row, part, e.first, e.mapped)
+        plan_unmap_all(cache, row, part)
+    return close(c.pool)
 
 
 # ---------------------------------------------------------------------- ending
@@ -317,12 +246,11 @@ def empty_row(cache: int, row: int) -> None:
 @inner
 def disown(cache: int, row: int) -> None:
     """Ends a row's sequence, and parks the row. A journal that has the row finds the owner changed."""
-    c = view(cache, 1, CACHE)[0]
-    p = view(c.pool, 1, POOL)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    note(cache, FREED, row, r.owner, r.length)
+    c, r = cache_of(cache), row_at(cache, row)
+    p = pool_of(c.pool)
+    note(cache, FREED, row, r.length)
     for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+        e = extent_at(cache, row, part)
         c.page_uses += e.use_end - e.use_first
         use(cache, row, part, 0, 0)
     c.tokens -= max(r.length - r.start, 0)
@@ -334,45 +262,42 @@ def disown(cache: int, row: int) -> None:
     p.clock += 1
     unlink_old(cache, row)
     r.stamp = p.clock
-    recount(cache, row)
-    place(cache, row)
+    settle_row(cache, row)
 
 
 @entry
 def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
     """Ends sequences. Their fence covers all work so far on their streams and on the current one. Stale tickets are
     ignored. Returns `DONE`; or `CAPTURED`, `FULL` or `FAILED`, and no sequence has ended. It needs no lock."""
-    c = view(cache, 1, CACHE)[0]
-    p = view(c.pool, 1, POOL)[0]
-    rows, tickets = view(c.rows_at, c.num_rows + LISTS, ROW), view(tickets_at, count, np.int64)
-    slots, a, found = 0, view(ask, 1, ASK)[0], 0
+    a, tickets, slots, found, own_slot = ask_of(ask), words_at(tickets_at, count), 0, 0, 0
+    p = pool_of(cache_of(cache).pool)
     if p.dead:
         return DEAD
     for index in range(count):
         row = row_of(cache, tickets[index])
         if row >= 0:
-            slots |= rows[row].streams
+            slots |= row_at(cache, row).streams
             found += 1
     if found == 0:
         return DONE
     if slots or handle:
         if enter(p.driver, ask):
             return FAILED
-        slot = hold_slot(p.driver, handle, 0, ask) if handle else 0
-        code = slot
-        if slot >= 0:
-            slots |= 1 << slot if handle else 0
-            code = record_slots(p.driver, slots, handle, ask)
+        code = hold_slot(p.driver, handle, 0, ask) if handle else 0
+        if code >= 0:
+            own_slot = 1 << code if handle else 0
+            code = record_slots(p.driver, slots | own_slot, handle, ask)
         leave_context(p.driver, ask)
         if code < 0:
             return code
     for index in range(count):
         row = row_of(cache, tickets[index])
         if row >= 0:
-            if slots:
-                rows[row].slots |= rows[row].streams | (1 << slot if handle else 0)
-                rows[row].tick = a.tick
-            poison(cache, row, rows[row].start, 0 if c.guest else rows[row].length, ask)
+            r = row_at(cache, row)
+            if slots | own_slot:
+                r.slots |= r.streams | own_slot
+                r.tick = a.tick
+            poison(cache, row, r.start, 0 if cache_of(cache).guest else r.length, ask)
             disown(cache, row)
     return DONE
 
@@ -381,22 +306,18 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
 def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     """Drops all tokens of a sequence but `[start, length)`; -1 leaves a bound as it is. Pages without tokens stay
     mapped until they are reclaimed. Returns `DONE`, `GONE`, `SUSPENDED`, `NO_TOKEN`, `CAPTURED` or `FAILED`."""
-    c, row = view(cache, 1, CACHE)[0], row_of(cache, ticket)
-    if view(c.pool, 1, POOL)[0].dead:
+    c, row, gives_up = cache_of(cache), active_row(cache, ticket), False
+    if pool_of(c.pool).dead:
         return DEAD
     if row < 0:
         return row
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    if r.suspended:
-        return SUSPENDED
+    r = row_at(cache, row)
     start, length = r.start if start < 0 else start, r.length if length < 0 else length
     if not r.start <= start <= length <= r.length:
         return NO_TOKEN
-    gives_up = False
     for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-        end = pages_for(cache, part, length + c.overread) if length else 0
-        gives_up |= (page_of(cache, part, start) > e.use_first) | (end < e.use_end)
+        e = extent_at(cache, row, part)
+        gives_up |= (page_of(cache, part, start) > e.use_first) | (pages_with(cache, part, length) < e.use_end)
     if gives_up or poison_of(cache):
         code = fence_row(cache, row, ask)
         if code == DONE:
@@ -405,12 +326,8 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
         elif gives_up:
             return code
     if length < r.length or r.start == 0 < start:
-        note(cache, CUT, row, r.owner, 0 if start else length)
+        note(cache, CUT, row, 0 if start else length)
     if length < r.length:
         r.cut = max(r.cut, r.length) if c.key_of_sequence else 0
-    c.tokens -= (r.length - r.start) - (length - start)
-    r.start, r.length = start, length
-    use_tokens(cache, row, length)
-    recount(cache, row)
-    place(cache, row)
+    set_bounds(cache, row, start, length)
     return DONE

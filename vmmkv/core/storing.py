@@ -4,42 +4,23 @@ A guest holds the frames while they are copied, so that no row writes to them. T
 lie; the row's fence covers the copy.
 """
 
-import numpy as np
-
 from ..compiled import entry, inner
-from ..compiled.native import call, view
+from ..compiled.native import call
 from ..driver.running import enter, leave
-from ..driver.table import DRIVER, SCRATCH, STATUS
+from .access import ask_of, cache_of, driver_of, extent_at, frame_in, pool_of, row_at, step_in, words_at
 from .booking import settle
+from .codes import DONE, FAILED, NO_TOKEN, PART
 from .journal import begin, close, emit_row
-from .rows import address_of, frame_at, page_of, row_of
+from .pages import active_row, address_of, frame_at, page_of
 from .streams import fence_stream
 from .suspending import order_behind, order_own
-from .tables import (
-    ASK,
-    CACHE,
-    COPY,
-    DONE,
-    EXTENT,
-    FAILED,
-    FRAME,
-    GONE,
-    LISTS,
-    NO_TOKEN,
-    PART,
-    POOL,
-    ROW,
-    STEP,
-    SUSPENDED,
-)
+from .tables import COPY
 
 
 @inner
 def has(cache: int, row: int, part: int, page: int, frame: int) -> int:
     """Whether a row has a frame on a page, where it can be read."""
-    c = view(cache, 1, CACHE)[0]
-    r = view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    r, e = row_at(cache, row), extent_at(cache, row, part)
     if r.busy or r.broken or not e.first <= page < e.ready:
         return 0
     return 1 if frame_at(cache, part, row, page) == frame else 0
@@ -48,8 +29,7 @@ def has(cache: int, row: int, part: int, page: int, frame: int) -> int:
 @inner
 def row_with(cache: int, part: int, page: int, frame: int, last: int) -> int:
     """A row that has a frame on a page, or -1: the only one, or the row `last`."""
-    c = view(cache, 1, CACHE)[0]
-    f = view(view(c.pool, 1, POOL)[0].frames_at, frame + 1, FRAME)[frame]
+    f = frame_in(cache_of(cache).pool, frame)
     if f.refs == 1 and has(cache, f.place, part, page, frame):
         return f.place
     return last if last >= 0 and has(cache, last, part, page, frame) else -1
@@ -65,9 +45,8 @@ def copy_frames(
 
     Returns `DONE`, or `FULL`, `CAPTURED` or `FAILED`; then copies may be under way.
     """
-    c, a, row, last = view(cache, 1, CACHE)[0], view(ask, 1, ASK)[0], -1, count - 1
-    p, pages = view(c.pool, 1, POOL)[0], view(pages_at, count, np.int64)
-    frames, hosts = view(frames_at, count, np.int64), view(hosts_at, count, np.int64)
+    p, a, row, last = pool_of(cache_of(cache).pool), ask_of(ask), -1, count - 1
+    pages, frames, hosts = words_at(pages_at, count), words_at(frames_at, count), words_at(hosts_at, count)
     while last >= 0:
         row, first = row_with(cache, part, pages[last], frames[last], row), last
         if row >= 0:
@@ -82,14 +61,14 @@ def copy_frames(
                 return FAILED
             status, code = 0, order_behind(cache, row, handle, ask)
             if code == DONE:
-                copy, nbytes = view(p.driver, 1, DRIVER)[0].copy, (last + 1 - first) * p.page_size
+                copy, nbytes = driver_of(p.driver).copy, (last + 1 - first) * p.page_size
                 status = call(copy, (hosts[first], address_of(cache, row, part, pages[first]), nbytes, handle))
             leave(p.driver, ask)
             if code != DONE:
                 return code
             fence_stream(cache, row, handle, ask)
             if status:
-                view(ask, SCRATCH, np.int64)[STATUS] = status
+                a.status = status
                 return FAILED
             for each in range(first, last + 1):
                 hosts[each] = 0
@@ -108,24 +87,23 @@ def plan_load(
     Returns a serial, or `GONE`, `SUSPENDED`, `NO_TOKEN`, `PART` where the pages are shared, `FULL`, `CAPTURED` or
     `FAILED`.
     """
-    c, row, words = view(cache, 1, CACHE)[0], row_of(cache, ticket), view(copies_at, (copies, 4), np.int64)
-    settle(c.pool, ask)
+    pool, copy = cache_of(cache).pool, words_at(copies_at, (copies, 4))
+    settle(pool, ask)
+    row = active_row(cache, ticket)
     if row < 0:
-        return GONE
-    p, r = view(c.pool, 1, POOL)[0], view(c.rows_at, c.num_rows + LISTS, ROW)[row]
-    if r.suspended:
-        return SUSPENDED
+        return row
+    r = row_at(cache, row)
     if not r.start <= first < end <= r.length:
         return NO_TOKEN
-    for part in range(c.ranges):
-        e = view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
+    for part in range(cache_of(cache).ranges):
+        e = extent_at(cache, row, part)
         if page_of(cache, part, first) < max(e.shared, e.readonly):
             return PART
     code = order_own(cache, row, slots, tick, ask)
     if code != DONE:
         return code
-    begin(c.pool)
+    begin(pool)
     for index in range(copies):
-        s = view(p.steps_at, p.max_steps, STEP)[emit_row(cache, COPY, row, words[index, 0], 0, 0, 0)]
-        s.address, s.nbytes, s.other = s.address + words[index, 1], words[index, 2], words[index, 3]
-    return close(c.pool)
+        s = step_in(pool, emit_row(cache, COPY, row, copy[index, 0], 0, 0, 0))
+        s.address, s.nbytes, s.other = s.address + copy[index, 1], copy[index, 2], copy[index, 3]
+    return close(pool)

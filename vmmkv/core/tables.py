@@ -38,7 +38,7 @@ Invariants between two calls, in pages:
 
 import numpy as np
 
-from ..driver.table import SCRATCH
+from ..driver.table import SCRATCH, STATUS
 
 
 def _record(names: str) -> np.dtype[np.void]:
@@ -78,11 +78,12 @@ EXTENT = _record("first ready mapped head_end shared readonly use_first use_end"
 FRAME = _record("handle pages refs held users key place leaving moving uses")
 STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
 ASK = _record(
-    " ".join(f"scratch{index}" for index in range(SCRATCH)) + " asked available slots tick row fresh frugal current"
+    " ".join("status" if index == STATUS else f"scratch{index}" for index in range(SCRATCH))
+    + " asked available slots tick row fresh frugal current"
 )
-"""Numbers beside a code, behind words for the driver (`vmmkv.driver.table`): pages asked for and available, a fence to
-wait for, a row, the new slot of a stream + 1. The caller sets `frugal`, where the driver has no memory for new frames,
-and `current`, the handle of its stream."""
+"""Numbers beside a code, behind words for the driver (`vmmkv.driver.table`), the first of which is a call's status:
+pages asked for and available, a fence to wait for, a row, the new slot of a stream + 1. The caller sets `frugal`, where
+the driver has no memory for new frames, and `current`, the handle of its stream."""
 COUNTS = _record("mapped bytes uses live parked retired")
 """Pages that are mapped for a cache, and bytes of its live tokens, each byte of memory counted once; pages that live
 sequences use, each as often as it is used; live rows, parked rows, rows that no sequence can adopt as they are."""
@@ -102,13 +103,6 @@ a row."""
 ROW_BITS = 24
 ROW_MASK = (1 << ROW_BITS) - 1
 
-DONE, RING = 0, 1
-"""The call is done; the call is done and the mapper is to be woken."""
-(
-    BROKEN, NEEDS, GONE, TOO_LONG, TWICE, NO_PAGES, NO_ROWS, SHORT, WAIT, FAILED, STALE, CHANGED, PART, CAPTURED,
-    NO_TOKEN, FULL, DEAD, NO_LIMIT, TAKEN, SUSPENDED,
-) = range(-20, 0)  # fmt: skip
-"""Reasons for which a call does less than was asked."""
 INTACT, LOST = 1, 2
 """Values of `suspended`: pages that are still mapped in the row hold its tokens; or not all of them do. The sequence's
 bounds are `away_start` and `away` then, and the row has no tokens."""

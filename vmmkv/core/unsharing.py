@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from ..driver.fence import Fence
 from ..errors import OutOfPagesError, VmmkvError
 from . import entries
+from .codes import BROKEN, GONE, NO_PAGES, SUSPENDED
 from .pool import NO_LIMIT_PAGES, ROW_AT, SLOTS_AT, TICK, Ask, Pool, busy
-from .tables import BROKEN, GONE, NO_PAGES, ROW_MASK, SUSPENDED
+from .tables import ROW_MASK
 
 if TYPE_CHECKING:
     from .cache import Cache

@@ -4,10 +4,13 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
+from ..core.access import ask_of, cache_of, extent_at, pool_of, row_at
+from ..core.codes import BROKEN, DEAD, DONE, FAILED, GONE
 from ..core.guests import reference
-from ..core.rows import frame_at, place, recount, row_of, track
+from ..core.pages import frame_at, row_of
+from ..core.rows import settle_row, track
 from ..core.streams import pending_slots, record_slots
-from ..core.tables import ASK, BROKEN, DEAD, DONE, FAILED, GONE, POOL, ROW_BITS
+from ..core.tables import ROW_BITS
 from ..driver.running import enter, leave
 from .holders import hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, page_of, split, tidy, use_path, walk
@@ -18,13 +21,10 @@ from .tables import (
     RANGE_OF_TOKENS,
     TOKEN_BITS,
     TOO_FEW,
-    cache_of,
-    extent_at,
-    frame_in,
+    held_frame,
     holders_of,
     nodes_of,
     parts_of,
-    row_at,
     shapes_of,
     slots_of,
     tree_of,
@@ -64,8 +64,8 @@ def is_known(tree: int, node: int, key: int, ids_at: int, count: int) -> int:
 @inner
 def fence_writes(tree: int, row: int, ask: int) -> int:
     """Adds the work so far on a row's streams to the fence of what is held. Returns `DONE`, `CAPTURED` or `FAILED`."""
-    t, a, streams = tree_of(tree), view(ask, 1, ASK)[0], row_at(tree, row).streams
-    driver = view(cache_of(tree).pool, 1, POOL)[0].driver
+    t, a, streams = tree_of(tree), ask_of(ask), row_at(tree_of(tree).cache, row).streams
+    driver = pool_of(cache_of(t.cache).pool).driver
     if streams == 0:
         return DONE
     if enter(driver, ask):
@@ -107,14 +107,14 @@ def hold_frames(tree: int, row: int, node: int) -> int:
     t, added, slots = tree_of(tree), 0, slots_of(tree, node)
     for index in range(t.width):
         page, s = page_of(tree, node, index), shapes_of(tree)[index]
-        if page < 0 or slots[index] or (page < extent_at(tree, row, s.part).head_end) != (s.size > 1):
+        if page < 0 or slots[index] or (page < extent_at(t.cache, row, s.part).head_end) != (s.size > 1):
             continue
         p = parts_of(tree)[s.part]
         if s.size == 1 and view(p.groups_at, page // t.large + 1, np.int64)[page // t.large]:
             continue
         frame = frame_at(t.cache, s.part, row, page)
         slots[index] = frame + 1
-        t.pages += frame_in(tree, frame + 1).pages
+        t.pages += held_frame(tree, frame + 1).pages
         p.covered = max(p.covered, page + s.size)
         reference(t.cache, frame, 1)
         added += 1
@@ -134,11 +134,10 @@ def hold_path(tree: int, row: int, count: int, key: int) -> None:
         if hold_frames(tree, row, path[index]):
             deepest = index
     for part in range(t.ranges):
-        if parts[part].covered > extent_at(tree, row, part).shared:
+        if parts[part].covered > extent_at(t.cache, row, part).shared:
             track(t.cache, row, part, parts[part].covered)
     if deepest < count:
-        recount(t.cache, row)
-        place(t.cache, row)
+        settle_row(t.cache, row)
     for index in range(deepest, count):
         know(tree, path[index])
     for index in range(count - 1, deepest - 1, -1):  # parents come before children
@@ -165,13 +164,13 @@ def commit(tree: int, ticket: int, key: int, ids_at: int, count: int, ranges_at:
     known of the sequence; or `GONE`, `BROKEN`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or why no event could be recorded:
     nothing has changed then. It needs no lock."""
     t, nodes, owner = tree_of(tree), nodes_of(tree), ticket >> ROW_BITS
-    if view(cache_of(tree).pool, 1, POOL)[0].dead:
+    if pool_of(cache_of(t.cache).pool).dead:
         return DEAD
     read_notes(tree)
     row = row_of(t.cache, ticket)
     if row < 0:
         return GONE
-    r, h = row_at(tree, row), holders_of(tree)[row]
+    r, h = row_at(t.cache, row), holders_of(tree)[row]
     if r.broken:
         return BROKEN
     if r.start:

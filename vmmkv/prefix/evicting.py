@@ -4,28 +4,16 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
+from ..core.access import extent_at, row_at
+from ..core.codes import DONE
 from ..core.guests import reference
-from ..core.tables import DONE
 from .committing import hold_path, list_path
 from .containers import take_off
 from .holders import read_notes, set_end, tokens_of
 from .hosted import list_lead, list_page
 from .nodes import bucket_of, node_with, page_of, tidy
 from .order import arrange, arrange_up, expire, first_of
-from .tables import (
-    CLEARED,
-    MOVED,
-    extent_at,
-    frame_in,
-    holders_of,
-    marks_of,
-    nodes_of,
-    parts_of,
-    row_at,
-    shapes_of,
-    slots_of,
-    tree_of,
-)
+from .tables import CLEARED, MOVED, held_frame, holders_of, marks_of, nodes_of, parts_of, shapes_of, slots_of, tree_of
 from .telling import emit, untell
 
 
@@ -33,9 +21,9 @@ from .telling import emit, untell
 def is_used(tree: int, slot: int, end: int) -> int:
     """Whether live rows, or the journal, use the frame in a slot, which is held for tokens up to `end`. Not, where the
     only row with the frame ends in front of that: if the frame is dropped, the row needs no copy of it to grow."""
-    f = frame_in(tree, slot)
+    f = held_frame(tree, slot)
     if f.users == 1 and f.refs == 1:
-        r = row_at(tree, f.place)
+        r = row_at(tree_of(tree).cache, f.place)
         return 0 if r.owner and r.length < end else 1
     return 1 if f.users else 0
 
@@ -49,7 +37,7 @@ def is_in_use(tree: int, node: int) -> int:
         used |= is_used(tree, slot, nodes[node].end) if slot else 0
     while used and nodes[node].parent:
         for slot in slots_of(tree, node):
-            if slot and frame_in(tree, slot).users == 0:
+            if slot and held_frame(tree, slot).users == 0:
                 used = 0
         node = nodes[node].parent
     return used
@@ -63,7 +51,7 @@ def drop_slot(tree: int, node: int, index: int) -> int:
     slot = slots[index]
     if slot == 0:
         return 0
-    size = frame_in(tree, slot).pages
+    size = held_frame(tree, slot).pages
     pages = 0 if is_used(tree, slot, n.end) else size
     slots[index] = 0
     n.full -= 1
@@ -96,7 +84,7 @@ def drop_doubles(tree: int, row: int) -> int:
     """Drops frames that no live row uses, of tokens that a live row has committed, too, and holds the row's own frames
     instead, where these tokens fill them. Returns the pages that are free then, or can be reclaimed."""
     t, h, nodes = tree_of(tree), holders_of(tree)[row], nodes_of(tree)
-    if h.node == 0 or h.parked or row_at(tree, row).busy:
+    if h.node == 0 or h.parked or row_at(t.cache, row).busy:
         return 0
     node = node_with(tree, h.node, h.held)
     node = nodes[node].parent if nodes[node].end > h.held else node
@@ -109,10 +97,10 @@ def drop_doubles(tree: int, row: int) -> int:
         others = n.known_below - is_bare  # nodes below that need what is in front of them
         for index in range(t.width if n.full else 0):
             page, s, slot = page_of(tree, node, index), shapes_of(tree)[index], slots_of(tree, node)[index]
-            if slot == 0 or frame_in(tree, slot).users:
+            if slot == 0 or held_frame(tree, slot).users:
                 continue
             fits = (page // t.large + 1) * t.large * t.page_size <= tokens * parts_of(tree)[s.part].record
-            if s.size > 1 or fits or others == 0 or page >= extent_at(tree, row, s.part).head_end:
+            if s.size > 1 or fits or others == 0 or page >= extent_at(t.cache, row, s.part).head_end:
                 gained += drop_slot(tree, node, index)
         is_bare = 1 if n.known and n.full == 0 and others == 0 else 0
     if gained:

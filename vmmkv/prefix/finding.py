@@ -4,11 +4,13 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
+from ..core.access import cache_of, extent_at, pool_of, row_at
 from ..core.booking import settle
-from ..core.rows import row_of
-from ..core.sharing import plan_share
+from ..core.codes import CAPTURED, DONE, FAILED, GONE, RING
+from ..core.pages import row_of
+from ..core.sharing import next_list, plan_share
 from ..core.streams import hold_slot, order_slots, pending_slots
-from ..core.tables import CAPTURED, DONE, FAILED, GONE, POOL, RING, ROW_BITS
+from ..core.tables import ROW_BITS
 from ..driver.running import captured, enter, leave
 from .holders import cut_row, hold_row, holder_below, read_notes, set_end, tokens_of
 from .nodes import node_with, page_of, split, use_path, walk
@@ -18,13 +20,10 @@ from .tables import (
     NOTHING,
     SHARE,
     TOKEN_BITS,
-    cache_of,
-    extent_at,
-    frame_in,
+    held_frame,
     holders_of,
     nodes_of,
     parts_of,
-    row_at,
     shapes_of,
     slots_of,
     tree_of,
@@ -113,7 +112,7 @@ def list_all(tree: int, tokens: int, over: int) -> int:
     for part in range(t.ranges):
         pages = list_frames(tree, part, tokens, over, cursor)
         found = min(found, pages * t.page_size // parts_of(tree)[part].record)
-        cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+        cursor = next_list(cursor)
     return found
 
 
@@ -123,7 +122,7 @@ def count_frames(tree: int) -> int:
     cursor, total = tree_of(tree).list_at, 0
     for _ in range(tree_of(tree).ranges):
         total += view(cursor, 1, np.int64)[0]
-        cursor += 8 * (1 + view(cursor, 1, np.int64)[0])
+        cursor = next_list(cursor)
     return total
 
 
@@ -143,7 +142,7 @@ def may_adopt(tree: int, row: int, tokens: int) -> int:
     """Whether a sequence of so many of a parked row's tokens could grow there without copies."""
     for part in range(tree_of(tree).ranges):
         record = parts_of(tree)[part].record
-        if extent_at(tree, row, part).shared > tokens * record // tree_of(tree).page_size:
+        if extent_at(tree_of(tree).cache, row, part).shared > tokens * record // tree_of(tree).page_size:
             return 0
     return 1
 
@@ -212,19 +211,19 @@ def shared_pages(tree: int, key: int, ids_at: int, count: int, found: int) -> in
         full, page = view(found, 1, FOUND)[0].tokens * parts_of(tree)[part].record // tree_of(tree).page_size, 0
         numbers = view(cursor, full + 2, np.int64)
         for index in range(numbers[0]):
-            frame = frame_in(tree, numbers[index + 1] + 1)
+            frame = held_frame(tree, numbers[index + 1] + 1)
             page += frame.pages
             if page <= full and frame.users:
                 shared += frame.pages
-        cursor += 8 * (1 + numbers[0])
+        cursor = next_list(cursor)
     return shared
 
 
 @inner
 def follow_writes(tree: int, row: int, ask: int) -> int:
     """Makes a row's stream wait for the work that has written what is held. Returns `DONE`, `CAPTURED` or `FAILED`."""
-    t, stream, code = tree_of(tree), row_at(tree, row).stream, DONE
-    driver = view(cache_of(tree).pool, 1, POOL)[0].driver
+    t, stream, code = tree_of(tree), row_at(tree_of(tree).cache, row).stream, DONE
+    driver = pool_of(cache_of(t.cache).pool).driver
     if t.slots == 0 or stream == 0:
         return DONE
     if enter(driver, ask):
@@ -251,13 +250,13 @@ def plan_hit(
     then; but where its last frame reaches behind these tokens (`over` allows that), for no more than them. Writes what
     was found to `found`. Returns a serial, `DONE` where there is nothing, or what `plan_share` returns."""
     t, f = tree_of(tree), view(found, 1, FOUND)[0]
-    settle(cache_of(tree).pool, ask)
+    settle(cache_of(t.cache).pool, ask)
     read_notes(tree)
     row = row_of(t.cache, ticket)
     if row < 0:
         return GONE
     set_end(tree, row, 0)
-    row_at(tree, row).expected = expected
+    row_at(t.cache, row).expected = expected
     node = find(tree, key, ids_at, count, over, found)
     if node == 0:
         return DONE

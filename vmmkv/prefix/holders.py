@@ -4,14 +4,16 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
+from ..core.access import row_at
+from ..core.codes import DONE, GONE
 from ..core.guests import notes
-from ..core.rows import row_of
+from ..core.pages import row_of
 from ..core.starting import CUT, kept
-from ..core.tables import DONE, GONE, NOTE, ROW_BITS, ROW_MASK
+from ..core.tables import NOTE, ROW_BITS, ROW_MASK
 from .containers import ring_add, ring_drop
 from .nodes import link, node_with, split, tidy, unlink
 from .order import arrange
-from .tables import HOLDER_BYTES, NOTES, holders_of, ids_of, nodes_of, row_at, tree_of
+from .tables import HOLDER_BYTES, NOTES, holders_of, ids_of, nodes_of, tree_of
 
 
 @inner
@@ -83,7 +85,7 @@ def cut_row(tree: int, row: int, tokens: int) -> None:
 def tokens_of(tree: int, row: int) -> int:
     """The number of tokens, from the first on, that a row's sequence still has, or has left there; 0 if none can be
     copied."""
-    h, r = holders_of(tree)[row], row_at(tree, row)
+    h, r = holders_of(tree)[row], row_at(tree_of(tree).cache, row)
     if h.parked:
         return max(kept(tree_of(tree).cache, row, h.owner), 0)
     return r.length if r.owner == h.owner and r.start == 0 and r.broken == 0 else 0
@@ -169,7 +171,7 @@ def inherit(tree: int, ticket: int, source: int) -> int:
     row, other = row_of(cache, ticket), row_of(cache, source)
     if row < 0 or other < 0:
         return GONE
-    h, length = holders_of(tree)[other], row_at(tree, row).length
+    h, length = holders_of(tree)[other], row_at(tree_of(tree).cache, row).length
     if h.node and h.owner == source >> ROW_BITS:
         node = node_with(tree, h.node, min(length, nodes_of(tree)[h.node].end))
         if nodes_of(tree)[node].end <= length:

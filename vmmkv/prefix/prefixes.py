@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from ..core import entries as core
 from ..core.cache import Cache
+from ..core.codes import BROKEN
 from ..core.pool import LARGE, Ask, at, record, zeros
 from ..core.sequence import Sequence, check_tokens
-from ..core.tables import BROKEN, NOTE, ROW_MASK
+from ..core.tables import NOTE, ROW_MASK
 from ..errors import (
     ArgumentError,
     BusyError,

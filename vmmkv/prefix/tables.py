@@ -34,7 +34,7 @@ import numpy as np
 
 from ..compiled import accessor
 from ..compiled.native import view
-from ..core.tables import CACHE, EXTENT, FRAME, LISTS, POOL, ROW
+from ..core.access import cache_of, frame_in
 
 
 def _record(names: str) -> np.dtype[np.void]:
@@ -138,26 +138,6 @@ def holders_of(tree: int) -> Any:
 
 
 @accessor
-def cache_of(tree: int) -> Any:
-    """The core's record of the cache."""
-    return view(tree_of(tree).cache, 1, CACHE)[0]
-
-
-@accessor
-def row_at(tree: int, row: int) -> Any:
-    """The core's record of a row."""
-    return view(cache_of(tree).rows_at, cache_of(tree).num_rows + LISTS, ROW)[row]
-
-
-@accessor
-def extent_at(tree: int, row: int, part: int) -> Any:
-    """The core's bounds of a row in a range."""
-    c = cache_of(tree)
-    return view(c.extents_at, c.num_rows * c.ranges, EXTENT)[row * c.ranges + part]
-
-
-@accessor
-def frame_in(tree: int, slot: int) -> Any:
+def held_frame(tree: int, slot: int) -> Any:
     """The core's record of the frame in a slot."""
-    pool = view(cache_of(tree).pool, 1, POOL)[0]
-    return view(pool.frames_at, pool.capacity, FRAME)[slot - 1]
+    return frame_in(cache_of(tree_of(tree).cache).pool, slot - 1)

@@ -20,9 +20,10 @@ from typing import Any
 
 from ..core import entries
 from ..core.cache import Cache
+from ..core.codes import BROKEN, CHANGED, DONE, RING
 from ..core.pool import Ask, busy
 from ..core.sequence import Sequence, suspended
-from ..core.tables import BROKEN, CHANGED, DONE, RING, ROW_BITS, ROW_MASK
+from ..core.tables import ROW_BITS, ROW_MASK
 from ..driver.driver import handle_of
 from ..driver.fence import Fence
 from ..errors import ArgumentError, BusyError, VmmkvError

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from ..core import entries
 from ..core.cache import Cache
+from ..core.codes import DONE, PART
 from ..core.pool import Ask, at
 from ..core.sequence import no_token
-from ..core.tables import DONE, PART, ROW_MASK
+from ..core.tables import ROW_MASK
 from ..driver.driver import Handle, handle_of
 from ..driver.fence import Fence, finished_on_error, wait_for_device
 from ..errors import ArgumentError, VmmkvError
