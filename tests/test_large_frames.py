@@ -78,19 +78,23 @@ def test_who_is_truncated_into_one_keeps_it_until_it_grows_or_ends() -> None:
     assert used(cache) == 0
 
 
-def test_what_is_dropped_inside_of_one_is_not_zeroed_before_it_was_read() -> None:
-    device = SimulatedDevice(random.Random())
-    cache = on_driver(device, vmmkv.KVCache, LAYOUT, 1, 999, max_bytes=3 * LARGE * device.page_size, scrub=True)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kept", [1, LARGE * TOKENS - 1])
+def test_truncated_tokens_are_not_filled_before_other_streams_have_read_them(kept: int, large: bool, seed: int) -> None:
+    """Whether the truncation gives a page up or not."""
+    device = SimulatedDevice(random.Random(seed))
+    memory = {"max_bytes": 3 * LARGE * device.page_size, "scrub": True, "large_frames": large}
+    cache = on_driver(device, vmmkv.KVCache, LAYOUT, 1, 999, **memory)
     sequence = cache.sequence(LARGE * TOKENS)
     device.finish()
     last = sequence.k(0)[-1]
     last.fill_(3)
-    read, reader = [], device.streams[1]
-    sequence.record_stream(reader)
-    reader.submit(lambda: read.append(ctypes.c_float.from_address(last.data_ptr()).value))
-    sequence.truncate(1)
-    sequence.extend(LARGE * TOKENS)
-    device.streams[0].queue[0]()  # comes first, if it does not wait
+    read: list[float] = []
+    sequence.record_stream(device.streams[1])
+    device.streams[1].submit(lambda: read.append(ctypes.c_float.from_address(last.data_ptr()).value))
+    sequence.truncate(kept)
+    sequence.extend(LARGE * TOKENS - kept)
     device.finish()
     assert read == [3]
     assert not last.any()

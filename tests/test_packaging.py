@@ -169,6 +169,7 @@ PRIVATE = {
     "_get_graph_key",
     "_get_num_sequences",
     "_get_waiting_candidates",
+    "_local_pauses_requested",
     "_handle_request_error",
     "_prepare_generation_config",
     "_run_generation_loop",

@@ -8,7 +8,7 @@ from .journal import begin, close, emit_row, plan_fill_cut, plan_length, plan_ne
 from .pages import page_of, pages_for, row_of
 from .reclaim import ALL, is_idle, supply
 from .rows import available, copies_of, grow_to, is_over, left_for, set_length, settle_row, use, use_tokens
-from .streams import is_captured
+from .streams import is_captured, order_row
 from .tables import COPY, ROW_MASK
 
 
@@ -263,6 +263,12 @@ def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies
 def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
     """Does what `plan_targets` does."""
     pool, a, tickets, before = cache_of(cache).pool, ask_of(ask), words_at(tickets_at, count), available(cache)
+    for index in range(count):
+        r, ordered = row_at(cache, tickets[index] & ROW_MASK), DONE
+        if r.cut > r.length and not r.suspended:  # it is filled, and other streams may still read it
+            ordered = order_row(cache, tickets[index] & ROW_MASK, ask)
+        if ordered != DONE:
+            return refuse(pool, ordered, ask)
     need = use_targets(cache, tickets_at, count, 1)
     if is_over(cache):
         unuse_targets(cache, tickets_at, count)

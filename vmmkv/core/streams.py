@@ -121,6 +121,22 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 
 
 @inner
+def order_row(cache: int, row: int, ask: int) -> int:
+    """Makes later work on a sequence's own stream wait for all work so far on the streams that it names. Returns
+    `DONE`, `CAPTURED` or `FAILED`."""
+    driver, r = pool_of(cache_of(cache).pool).driver, row_at(cache, row)
+    code = fence_row(cache, row, ask) if r.stream else DONE
+    if code != DONE or r.stream == 0:
+        return code
+    if enter(driver, ask):
+        return FAILED
+    slot = hold_slot(driver, r.stream, 0, ask)
+    status = order_slots(driver, r.slots, r.tick, slot) if slot >= 0 else slot
+    leave(driver, ask)
+    return FAILED if status else DONE
+
+
+@inner
 def wait_for_all(driver: int, ask: int) -> None:
     """Waits for all work on the device where no event can be recorded: see `vmmkv.driver.running.synchronize`."""
     d = driver_of(driver)
