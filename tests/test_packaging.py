@@ -92,7 +92,6 @@ LAYERS = [
     "debugging",
     "nvtx",
     "budget",
-    "processes",
     "ledger",
     "compiled",
     "driver",

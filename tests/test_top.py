@@ -24,7 +24,7 @@ from vmmkv import publication
 from vmmkv.cli.app import app
 from vmmkv.cli.top import draw
 from vmmkv.kernels.folders import private_folder
-from vmmkv.processes import start_of
+from vmmkv.publication import start_of
 
 ROOTS = publication.roots
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB

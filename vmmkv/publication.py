@@ -25,7 +25,6 @@ from typing import Any
 
 from .kernels.folders import private_folder, private_folders
 from .pool import pool_stats
-from .processes import start_of
 
 INTERVAL = 0.5
 """Seconds between two snapshots."""
@@ -150,6 +149,16 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
                     yield record
                 else:
                     path.unlink()
+
+
+def start_of(pid: int) -> int | None:
+    """When a living process was started, in clock ticks since the system was: together with its number this names a
+    process for ever. None: there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 _publisher: Publisher | None = None

@@ -18,7 +18,7 @@ def row_of(cache: int, ticket: int) -> int:
 
 @inner
 def active_row(cache: int, ticket: int) -> int:
-    """The row of a sequence whose tokens are in it; `GONE` or `SUSPENDED`."""
+    """The row of a sequence that is on the device; `GONE` or `SUSPENDED`."""
     row = row_of(cache, ticket)
     return SUSPENDED if row >= 0 and row_at(cache, row).suspended else row
 

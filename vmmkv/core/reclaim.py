@@ -139,7 +139,7 @@ def wait_or(code: int, ask: int) -> int:
 
 @inner
 def take_retired(cache: int, wanted: int, ask: int) -> int:
-    """Plans to unmap whole parked rows whose pages other rows have, too. Returns how many pages become free."""
+    """Plans to unmap whole parked rows that share pages with other rows. Returns how many pages become free."""
     c, p, rows, gained, waiting = cache_of(cache), pool_of(cache_of(cache).pool), rows_of(cache), 0, 0
     row = rows[c.num_rows + RETIRED].next
     while row < c.num_rows and gained < wanted and waiting < MOST_WAITING:

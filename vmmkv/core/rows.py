@@ -48,7 +48,7 @@ def unlink_old(cache: int, row: int) -> None:
 @inner
 def link_old(cache: int, row: int) -> None:
     """Puts a row on the list to reclaim: at the young end, or at the old end if others there are younger."""
-    rows, behind = rows_of(cache), cache_of(cache).num_rows  # the head, whose `younger` is the oldest row
+    rows, behind = rows_of(cache), cache_of(cache).num_rows  # the head: its `younger` is the oldest row
     r = rows[row]
     if r.is_old:
         return

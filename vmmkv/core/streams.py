@@ -123,17 +123,18 @@ def fence_row(cache: int, row: int, ask: int) -> int:
 @inner
 def order_row(cache: int, row: int, ask: int) -> int:
     """Makes later work on a sequence's own stream wait for all work so far on the streams that it names. Returns
-    `DONE`, `CAPTURED` or `FAILED`."""
-    driver, r = pool_of(cache_of(cache).pool).driver, row_at(cache, row)
-    code = fence_row(cache, row, ask) if r.stream else DONE
-    if code != DONE or r.stream == 0:
-        return code
+    `DONE`, `CAPTURED` or `FAILED`. The row's fence stays: a plan that is made again must not wait for this one."""
+    driver, r, a, status = pool_of(cache_of(cache).pool).driver, row_at(cache, row), ask_of(ask), 0
+    if r.stream == 0:
+        return DONE
     if enter(driver, ask):
         return FAILED
-    slot = hold_slot(driver, r.stream, 0, ask)
-    status = order_slots(driver, r.slots, r.tick, slot) if slot >= 0 else slot
+    code, slot = record_slots(driver, r.streams, 0, ask), hold_slot(driver, r.stream, 0, ask)
+    if code == DONE and slot >= 0:
+        status = order_slots(driver, a.slots, a.tick, slot) | order_slots(driver, r.slots, r.tick, slot)
     leave(driver, ask)
-    return FAILED if status else DONE
+    a.slots = 0
+    return FAILED if status or slot < 0 else code
 
 
 @inner

@@ -276,7 +276,7 @@ class Requests:
         """Move the tokens of all requests to host memory: each comes back when it goes on.
 
         Raises:
-            OutOfHostMemoryError: there is no room for all. Requests whose tokens were moved come back as well.
+            OutOfHostMemoryError: there is no room for all. Requests that were moved come back as well.
         """
         self._is_refused = False
         here = [request for request in self._requests.values() if not request.is_away]
