@@ -314,7 +314,7 @@ def test_a_shape_announced_wrong_does_no_harm(device: str, mixed_config: PreTrai
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_a_decode_step_makes_few_python_calls(window: int | None, device: str) -> None:
-    """The first layer works out what the pass does; the others write and view."""
+    """The first layer works out what the pass does, and gives back what a window left; the others write and view."""
     layers, calls = 64, 0
     cache = vmm_cache(MistralConfig(**{**DECODER, "num_hidden_layers": layers, "sliding_window": window}), device)
     forward(device, 2, 9, cache)
@@ -330,7 +330,7 @@ def test_a_decode_step_makes_few_python_calls(window: int | None, device: str) -
         write(cache, kv)
     finally:
         sys.setprofile(None)
-    assert calls <= 8 * layers
+    assert calls <= 7 * layers + (60 if window is None else 100)
 
 
 # ---------------------------------------------------------------------- memory

@@ -289,6 +289,8 @@ class KVCache(Cache):
         if row is not None:
             row = row_number(row, self.max_sequences)
         check_flags(reuse=reuse, whole=whole)
+        if self.scales:
+            self.scales.check_not_captured()
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
         if token_ids is not None:
             ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
@@ -401,6 +403,8 @@ class KVCache(Cache):
         if check_tokens(count, "count") > left:
             raise OutOfRowsError(f"asked for {count} sequences; {left} of max_sequences={self.max_sequences} are left")
         children: list[Any] = []
+        if self.scales:
+            self.scales.check_not_captured()
         try:
             with self.pool.nvtx.fork:
                 for _ in range(count):

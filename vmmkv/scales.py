@@ -36,6 +36,11 @@ class SequenceScales:
         self.rows = self._all[:num_rows]
         """fp32 `[num_rows, K and V, num_layers, num_kv_heads]`."""
 
+    def check_not_captured(self) -> None:
+        """Raises `StreamCaptureError` while a CUDA graph is being captured: each replay would copy scales again."""
+        if self._driver.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise self._driver.captured("copy", self._driver.current_stream())
+
     def reset(self, row: int) -> None:
         """Makes those of a row ones, in the order of the current stream."""
         self.copy({row: self._ones})
