@@ -230,14 +230,18 @@ def test_transfer() -> None:
 
 def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(pools, "IDLE_TURNS", 10)
     result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
     assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
     assert result["missed"] == []
     for row in result["runs"]:
         assert row["tokens_per_s"] == sum(burst["tokens"] for burst in row["bursts"]) / row["seconds"]
-        limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
+        limit = result["memory_bytes"] // (2 if row["mode"] == pools.HALVES else 1)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
         assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
+    assert [(row["processes"], row["to"]) for row in result["moves"]] == [(1, 0), (1, 1)] * 6 + [(2, 0), (2, 1)] * 3
+    assert len({row["bytes"] for row in result["moves"]}) == 1
+    assert min(side["us"] for side in result["idle_ledger"].values()) > 0
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
 
