@@ -120,6 +120,7 @@ BENCHMARKS = {
         2.5,
         "pools --rounds 1 --requests 120 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
     ),
+    "rollouts": Benchmark(GPU, 3, "rollouts --json"),
     "transfer": Benchmark(GPUS, 0.6, "transfer --rounds 10 --json"),
     "prefix_tree": Benchmark(HOST, 1, "prefix_tree --json"),
     "prefix_trace": Benchmark(HOST, 6, "prefix_trace --trace {mooncake} --json"),

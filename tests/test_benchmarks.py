@@ -29,6 +29,7 @@ from benchmarks import (
     prefix_trace,
     prefix_tree,
     prefixes,
+    rollouts,
     sharing,
     swap,
     tables,
@@ -244,6 +245,25 @@ def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(side["us"] for side in result["idle_ledger"].values()) > 0
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
+
+
+def test_rollouts() -> None:
+    sizes = "--side rows-kept --side blocks-40% --generations 2 --cycles 21 --budget-seconds 600"
+    result = measured(rollouts, sizes, "rollouts")
+    on_rows, in_blocks = result["sides"]
+    assert result["missed"] == []
+    for row in result["sides"]:
+        assert [step["generations"] for step in row["steps"]] == [2] * rollouts.STEPS + [4]
+        assert row["most"] == 4
+        for step in row["steps"]:
+            assert step["error"] == ""
+            assert 0 < step["first_token_s"] < step["rollout_s"]
+            assert 0 < step["peak_kv_bytes"] <= step["budget_bytes"]
+            assert step["kv_bytes_before_backward"] == 0
+    assert in_blocks["naps"] == []
+    assert on_rows["naps"][0]["freed_bytes"] > 0
+    assert on_rows["naps"][0]["asleep_bytes"]["most"] == 0
+    assert "sides are" in invoke(rollouts, "--side", "nowhere").output
 
 
 @pytest.mark.parametrize("large", [False, True])
