@@ -18,6 +18,7 @@ from . import (
     prefix_trace,
     prefix_tree,
     prefixes,
+    rollouts,
     sharing,
     swap,
     transfer,
@@ -132,5 +133,6 @@ TABLES = {
     "handing-over": Table(("transfer_gpu.json",), transfer.table),
     "pools": Table(("pools_gpu.json",), pools.table),
     "pool-moves": Table(("pools_gpu.json",), pools.move_table),
+    "rollouts": Table(("rollouts_gpu.json",), rollouts.table),
     "eight-bits": Table(("eight_bits.json",), eight_bits.table),
 }

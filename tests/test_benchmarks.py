@@ -29,6 +29,7 @@ from benchmarks import (
     prefix_trace,
     prefix_tree,
     prefixes,
+    rollouts,
     sharing,
     swap,
     tables,
@@ -230,16 +231,39 @@ def test_transfer() -> None:
 
 def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(pools, "IDLE_TURNS", 10)
     result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
     assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
     assert result["missed"] == []
     for row in result["runs"]:
         assert row["tokens_per_s"] == sum(burst["tokens"] for burst in row["bursts"]) / row["seconds"]
-        limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
+        limit = result["memory_bytes"] // (2 if row["mode"] == pools.HALVES else 1)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
         assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
+    assert [(row["processes"], row["to"]) for row in result["moves"]] == [(1, 0), (1, 1)] * 6 + [(2, 0), (2, 1)] * 3
+    assert len({row["bytes"] for row in result["moves"]}) == 1
+    assert min(side["us"] for side in result["idle_ledger"].values()) > 0
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
+
+
+def test_rollouts() -> None:
+    sizes = "--side rows-kept --side blocks-40% --generations 2 --cycles 21 --budget-seconds 600"
+    result = measured(rollouts, sizes, "rollouts")
+    on_rows, in_blocks = result["sides"]
+    assert result["missed"] == []
+    for row in result["sides"]:
+        assert [step["generations"] for step in row["steps"]] == [2] * rollouts.STEPS + [4]
+        assert row["most"] == 4
+        for step in row["steps"]:
+            assert step["error"] == ""
+            assert 0 < step["first_token_s"] < step["rollout_s"]
+            assert 0 < step["peak_kv_bytes"] <= step["budget_bytes"]
+            assert step["kv_bytes_before_backward"] == 0
+    assert in_blocks["naps"] == []
+    assert on_rows["naps"][0]["freed_bytes"] > 0
+    assert on_rows["naps"][0]["asleep_bytes"]["most"] == 0
+    assert "sides are" in invoke(rollouts, "--side", "nowhere").output
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -1,0 +1,349 @@
+"""Rollouts and training steps in turns on one GPU: K and V in rows, beside transformers' own cache.
+
+    python -m benchmarks.rollouts [--model NAME] [--side NAME]... [--budget-seconds 150] [--cycles 1000] [--json]
+
+GRPO by hand, with random weights and a reward that is made up: `generate_batch` answers one prompt many times, then a
+step of AdamW trains all weights on the answers. transformers' cache has a share of the memory that is free; rows have
+no share to choose. A manager is made for each rollout, or kept. Each side runs in a process of its own, one after
+another: some steps of a fixed size, at last steps with more and more answers, until the memory does not suffice. On
+rows that are kept a manager also sleeps and wakes many times.
+
+Without a GPU a tiny model runs, speeds say nothing, and memory suffices.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import errors, format_bytes
+from vmmkv.errors import VmmkvError
+from vmmkv.integrations import continuous_batching as rows
+from vmmkv.torch import memory_allocated
+
+from .environment import environment
+from .generate.models import CONFIGS, build, token_bytes
+from .geometry import free_memory, synchronize
+from .output import Lines, Row, deliver
+
+
+class Side(NamedTuple):
+    """Where K and V are: the share of free memory that blocks have, None on rows; and whether the manager is kept."""
+
+    share: float | None = None
+    is_kept: bool = False
+
+
+KEPT = "rows-kept"
+SIDES = {
+    "blocks-40%": Side(0.4),
+    "rows": Side(),
+    "blocks-50%": Side(0.5),
+    KEPT: Side(is_kept=True),
+    "blocks-90%": Side(0.9),
+    "blocks-50%-kept": Side(0.5, is_kept=True),
+}
+STEPS = 5
+"""Of a fixed size."""
+OF_HOST = 0.01
+"""Of a share on the host, where memory is other programs' as well."""
+BATCH_TOKENS, REQUESTS = 2048, 64
+"""Of a forward pass."""
+EVERY = 0.002
+"""Seconds between two looks at the memory of K and V."""
+SLEEPS_PER_REQUEST = 20
+CLOSE = 4
+"""The search ends where what is too large is larger than what fits by one part in so many."""
+GRACE = 15.0
+"""Seconds in which a side may end what it has begun in time."""
+
+
+class Job(NamedTuple):
+    """What each side does. `most` are the most answers of a step, where memory suffices for any number."""
+
+    model: str
+    generations: int
+    prompt: int
+    tokens: int
+    cycles: int
+    most: int
+
+
+class Trainer:
+    """A model that answers and is trained."""
+
+    def __init__(self, side: Side, job: Job) -> None:
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        self.side, self.job, self.model = side, job, build(job.model, None, self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=on_gpu)
+        self.prompt = torch.randint(self.model.config.vocab_size, (job.prompt,)).tolist()
+        how: Row = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": -1}
+        self.generation = GenerationConfig(max_new_tokens=job.tokens, pad_token_id=0, **how)
+        share = {} if side.share is None else {"max_memory_percent": side.share * (1 if on_gpu else OF_HOST)}
+        self.batching = ContinuousBatchingConfig(
+            max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS, auto_switch_to_flash=False, **share
+        )
+        if side.share is None:
+            rows.enable(self.model, persistent=side.is_kept, raise_errors=True)
+        self.manager: Any = lambda: None
+        """The last manager, if there still is one."""
+        self.blocks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        """K and V in blocks."""
+        begin = self.model.init_continuous_batching
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            manager = begin(*args, **kwargs)
+            self.manager = weakref.ref(manager)
+            return manager
+
+        self.model.init_continuous_batching = noted
+
+    def step(self, generations: int) -> Row:
+        """A rollout, and a training step on it."""
+        with self.watched() as seen:
+            start = perf_counter()
+            kept = {} if self.side.share is None else {"persistent_manager": self.side.is_kept}
+            asked = [self.prompt] * generations
+            told = self.model.generate_batch(asked, self.generation, self.batching, record_timestamps=True, **kept)
+            seconds = perf_counter() - start
+        answers = [each.generated_tokens for each in told.values()]
+        if list(map(len, answers)) != [self.job.tokens] * generations:
+            raise RuntimeError(f"{len(answers)} of {generations} requests were answered, or some in part")
+        first = min(each.timestamps[0] for each in told.values()) - start
+        free_memory()
+        held = self.held_bytes()
+        begin, on_gpu = perf_counter(), self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        self.train(torch.tensor(answers, device=self.device))
+        synchronize(self.device)
+        return {
+            "generations": generations,
+            "rollout_s": seconds,
+            "first_token_s": first,
+            "budget_bytes": seen["budget"],
+            "peak_kv_bytes": seen["used"],
+            "kv_bytes_before_backward": held,
+            "training_peak_bytes": torch.cuda.max_memory_allocated() + memory_allocated() if on_gpu else 0,
+            "training_s": perf_counter() - begin,
+        }
+
+    def train(self, answers: torch.Tensor) -> None:
+        """A step of GRPO: the reward of an answer is the share of its tokens with even numbers."""
+        self.model.train()
+        rewards = (answers % 2 == 0).float().mean(1)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        ids = torch.cat([torch.tensor(self.prompt, device=self.device).expand(len(answers), -1), answers], 1)
+        logits = self.model(ids[:, :-1], logits_to_keep=answers.shape[1], use_cache=False).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="none")
+        (losses.view_as(answers) * advantages[:, None]).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def held_bytes(self) -> int:
+        """Bytes of K and V."""
+        return memory_allocated() + sum(tensor.nbytes for tensor in self.blocks.values())
+
+    @contextmanager
+    def watched(self) -> Iterator[Row]:
+        """Look at the memory of K and V now and then: the budget, and the most bytes of pages in use."""
+        seen, over = {"budget": 0, "used": 0}, threading.Event()
+
+        def look() -> None:
+            cache = getattr(getattr(self.manager(), "batch_processor", None), "cache", None)
+            budget = used = 0
+            if caches := getattr(cache, "kv_caches", []):
+                pool = caches[0].pool
+                budget, used = pool.limit_pages * pool.page_size, pool.stats().used_bytes
+            elif (tensor := getattr(cache, "cache_tensor", None)) is not None:
+                self.blocks[id(tensor)] = tensor
+                budget = used = tensor.nbytes
+            seen.update(budget=max(seen["budget"], budget), used=max(seen["used"], used))
+
+        def watch() -> None:
+            while not over.wait(EVERY):
+                with suppress(VmmkvError):  # it ends
+                    look()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            over.set()
+            thread.join()
+
+    def attempt(self, generations: int) -> Row:
+        """A step, or why there was none: perhaps memory does not suffice."""
+        start, row = perf_counter(), {"generations": generations, "error": ""}
+        try:
+            row |= self.step(generations)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        self.optimizer.zero_grad()
+        free_memory()
+        return row | {"seconds": perf_counter() - start}
+
+    def naps(self) -> Row:
+        """Have a manager that runs sleep and wake many times, and now and then answer the prompt with one token."""
+        sleeps, freed, wakes, memory, woke = list[float](), list[int](), list[float](), list[int](), 0.0
+        with self.model.continuous_batching_context_manager(
+            self.generation, True, None, self.batching, True
+        ) as manager:
+            for number in range(self.job.cycles):
+                start = perf_counter()
+                if number % SLEEPS_PER_REQUEST == 0:
+                    manager.add_request(self.prompt, max_new_tokens=1)
+                    while manager.get_result(timeout=1) is None:
+                        pass
+                    wakes.append(perf_counter() - start + woke)
+                start = perf_counter()
+                freed.append(rows.sleep(self.model))
+                sleeps.append(perf_counter() - start)
+                memory.append(self.held_bytes() + self.taken_bytes())
+                start = perf_counter()
+                rows.wake(self.model)
+                woke = perf_counter() - start
+        return {
+            "cycles": self.job.cycles,
+            "sleep_ms": 1e3 * median(sleeps[::SLEEPS_PER_REQUEST]),
+            "freed_bytes": int(median(freed[::SLEEPS_PER_REQUEST])),
+            "wake_to_first_token_ms": 1e3 * median(wakes[1:] or wakes),
+            "asleep_bytes": {"first": memory[0], "last": memory[-1], "most": max(memory)},
+        }
+
+    def taken_bytes(self) -> int:
+        """Bytes of the GPU that are taken."""
+        if self.device.type == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+
+def work(pipe: Connection, side: Side, job: Job) -> None:
+    """What the process of a side does once it is told when to end: it sends what it finds, each with its name. Steps of
+    a fixed size, then of twice as many answers until memory does not suffice, then between what fits and what does
+    not."""
+    pipe.send("ready")
+    end, trainer, fits, fails = pipe.recv(), Trainer(side, job), [0], list[int]()
+    row: Row = {}
+    for number in count():
+        if number == STEPS and side == SIDES[KEPT]:
+            pipe.send(("naps", trainer.naps()))
+        low, high = max(fits), min(fails, default=0)
+        tried = (low + high) // 2 if high else job.generations if number < STEPS else 2 * low
+        if tried > job.most or (high and high - low <= max(low // CLOSE, 1)):
+            pipe.send(("found", low))
+        elif perf_counter() + (number >= STEPS and row["seconds"] * tried / row["generations"]) < end:
+            row = trainer.attempt(tried)
+            pipe.send(("steps", row))
+            (fails if row["error"] else fits).append(tried)
+            continue
+        return
+
+
+def measure(names: list[str], job: Job, budget_seconds: float) -> Iterator[Row]:
+    """What each side finds. All processes begin at the same time, and wait: to import takes as long as to measure."""
+    begun, deadline = [], perf_counter() + budget_seconds
+    for name in names:
+        ours, theirs = Pipe()
+        process = get_context("spawn").Process(target=work, args=(theirs, SIDES[name], job), daemon=True)
+        process.start()
+        theirs.close()
+        begun.append((name, process, ours))
+    for *_, pipe in begun:
+        pipe.recv()
+    for number, (name, process, pipe) in enumerate(begun):
+        kinds: dict[str, list[Any]] = {"steps": [], "naps": [], "found": []}
+        start = perf_counter()
+        end = start + max(deadline - start, 0) / (len(begun) - number)
+        pipe.send(end)
+        with suppress(EOFError):  # it has ended
+            while pipe.poll(max(end + GRACE - perf_counter(), 0)):
+                kind, row = pipe.recv()
+                kinds[kind].append(row)
+        process.kill()
+        process.join()
+        most = max((row["generations"] for row in kinds["steps"] if not row["error"]), default=0)
+        seconds = perf_counter() - start
+        errors.print(f"{name}: {seconds:.1f} s, {most} answers", highlight=False)
+        yield {"side": name, "most": most, "is_most": bool(kinds["found"]), "seconds": seconds} | kinds
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = None,
+    side: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SIDES)}.")] = None,
+    generations: Annotated[int, typer.Option(min=2, help="Answers of a step of fixed size.")] = 16,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Its tokens: 512, or 64 without a GPU.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer: 64, or 8 without a GPU.")] = None,
+    cycles: Annotated[int, typer.Option(min=1, help="How often a manager sleeps.")] = 1000,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 150.0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure rollouts beside training."""
+    on_gpu = torch.cuda.is_available()
+    name, names = model or ("Qwen3-1.7B" if on_gpu else "tiny"), side or list(SIDES)
+    if unknown := {*names} - SIDES.keys():
+        raise typer.BadParameter(f"--side {', '.join(unknown)}: sides are {', '.join(SIDES)}")
+    sizes = prompt or (512 if on_gpu else 64), tokens or (64 if on_gpu else 8)
+    job = Job(name, generations, *sizes, cycles, 1 << 20 if on_gpu else 2 * generations)
+    result: Row = {"environment": environment(torch.device("cuda", 0) if on_gpu else torch.device("cpu"))}
+    result |= job._asdict() | {"token_bytes": token_bytes(CONFIGS[name])}
+    result["sides"] = list(measure(names, job, budget_seconds))
+    result["missed"] = [f"{row['side']}: larger steps" for row in result["sides"] if not row["is_most"]]
+    deliver(result, json_output, {f"{name}, a prompt of {job.prompt} tokens": table})
+
+
+def table(result: Row) -> Lines:
+    """A column for each side, a line for each figure: of the last step of fixed size, or the median of those behind the
+    first."""
+    sides = [row | {"steps": row["steps"][:STEPS]} for row in result["sides"]]
+    sides = [row for row in sides if not any(step["error"] for step in row["steps"])]
+
+    def size(name: str) -> Callable[[Row], str]:
+        return lambda row: format_bytes(row["steps"][-1][name])
+
+    def seconds(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{median(step[name] for step in row['steps'][1:] or row['steps']):.2f}"
+
+    def nap(write: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: write(row["naps"][0]) if row["naps"] else ""
+
+    lines: dict[str, Callable[[Row], str]] = {
+        "most answers x tokens that train": lambda row: (
+            f"{'' if row['is_most'] else 'at least '}{row['most']} x {result['tokens']}"
+        ),
+        f"of {result['generations']} answers: memory of a training step, peak": size("training_peak_bytes"),
+        "K and V before backward": size("kv_bytes_before_backward"),
+        "K and V in use, peak": size("peak_kv_bytes"),
+        "budget of K and V, first step": lambda row: format_bytes(row["steps"][0]["budget_bytes"]),
+        "last step": size("budget_bytes"),
+        "rollout, s": seconds("rollout_s"),
+        "first token, s": seconds("first_token_s"),
+        "training, s": seconds("training_s"),
+        "sleep, ms": nap(lambda row: f"{row['sleep_ms']:.1f}"),
+        "memory given back": nap(lambda row: format_bytes(row["freed_bytes"])),
+        "wake to first token, ms": nap(lambda row: f"{row['wake_to_first_token_ms']:.1f}"),
+        f"memory of the GPU asleep, first and last of {result['cycles']:,}": nap(
+            lambda row: " and ".join(format_bytes(row["asleep_bytes"][name]) for name in ("first", "last"))
+        ),
+    }
+    return ("", *(row["side"] for row in sides)), [(what, *map(cell, sides)) for what, cell in lines.items()]
+
+
+if __name__ == "__main__":
+    typer.run(main)
