@@ -49,8 +49,6 @@ MODELS = [
 NOT_THEIRS = ["deepseek-v3", "gemma4", *["gpt-neox"] * transformers.__version__.startswith("5.24.")]
 """Kinds that transformers' own continuous batching does not take: K is wider than V, or in some layers than in others,
 or layers tell a cache nothing of the batch."""
-OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere", "gemma4_text")
-"""Kinds whose positions are no rotary embedding, or one of their own."""
 
 
 def pool(pages: int) -> vmmkv.FramePool:
@@ -167,13 +165,11 @@ class ByHand:
 
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
-    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks. Where a
-    model's rotary embedding is the usual one it is left to what writes K."""
+    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks."""
     expected = answers(model, Random(), 5)
     rows.enable(model, pool=pool(400), max_seq_len=100)
-    with without_kernels() as append:
+    with without_kernels():
         check_batch(model, expected)
-    assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
 
 
 @pytest.mark.few(4)

@@ -26,11 +26,8 @@ from ..request_checks import (
 )
 from ..with_names import with_names
 from .attention import ALONE, left_alone, restore
-from .cache import RowCache
 from .groups import Options
 from .manager import RowManager, started
-from .rotation import defer_rotation, restore_rotation
-from .whole_layers import Inside
 
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
@@ -56,7 +53,6 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     generate = own.get("generate", _generate)  # one that was pickled has its class's method as its own
     if hasattr(model, "generate") and getattr(generate, "__func__", generate) in (_generate, kind.generate):
         own["generate"] = MethodType(_generate, model)
-    defer_rotation(model, RowCache | Inside)
 
 
 def take_off_rows(model: PreTrainedModel) -> None:
@@ -68,7 +64,6 @@ def take_off_rows(model: PreTrainedModel) -> None:
         own.pop(name, None)
     if getattr(own.get("generate"), "__func__", None) is _generate:
         del own["generate"]
-    restore_rotation(model)
     restore(model)
 
 
