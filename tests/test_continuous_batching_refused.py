@@ -36,8 +36,8 @@ from vmmkv.integrations import batching
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups
 from vmmkv.integrations.batching.attention import attend_rows
+from vmmkv.integrations.batching.groups import CACHE
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.whole_layers import CACHE
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, check_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

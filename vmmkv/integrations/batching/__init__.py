@@ -8,9 +8,9 @@ What is replaced is a subclass of transformers' class, put in the place of its n
     batches     ContinuousBatching[Async]IOs    hold what a pass reads; ModelRunner pads batches and captures graphs
     cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager moves to the host
 
-`model` puts the first in place. Beside these, `attention` is what models call, `whole_layers` replaces the `forward` of
-layers, `groups` finds what layers keep, `requests` are sequences on rows, in all processes and on all
-devices, `packed` writes and attends, `weights` tell prefixes apart, `config` and `sampling` translate settings.
+`model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
+`requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell
+prefixes apart, `config` and `sampling` translate settings.
 
 transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """

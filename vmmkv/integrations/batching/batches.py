@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer
 from ..with_names import with_names
 from .cache import RowCache
 from .config import decode_sizes
-from .whole_layers import CACHE
+from .groups import CACHE
 
 SEQUENCES = 64
 """Batches with prompts are padded to a multiple of so many sequences."""

@@ -17,11 +17,10 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from ...errors import UnsupportedAttentionError, UnsupportedError
 from .config import ALIKE, block_bytes
-from .groups import Group, Options, bytes_of_token, make_caches
+from .groups import Group, LeftToAttention, Options, bytes_of_token, make_caches
 from .packed import Packed, append_and_attend, kept_in
 from .requests import Ranks, Requests
 from .weights import Weights
-from .whole_layers import LeftToAttention
 
 MAX_BATCH_TOKENS = 8192
 """Tokens of a forward pass at most, as transformers has it without a setting."""

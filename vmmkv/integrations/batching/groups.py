@@ -22,9 +22,11 @@ from ..attention import kernels_take
 from ..scaled_states import check_quantizable
 from .config import budget, host_bytes
 from .requests import Ranks
-from .whole_layers import CACHE, LeftToAttention
 
 logger = logging.get_logger(__name__)
+
+CACHE = "vmmkv_cache"
+"""The keyword by which attention is told of a cache: transformers' own, `cache`, does not reach it since 5.24."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Group(NamedTuple):
     layout: KVLayout
     has_kernels: bool
     device: torch.device
+
+
+class LeftToAttention:
+    """In the place of a cache: models hand K and V to it before attention since transformers 5.24."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
+        """Return K and V as they are: attention writes them."""
+        return key, value
 
 
 class Probe(LeftToAttention):

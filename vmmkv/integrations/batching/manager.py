@@ -27,7 +27,7 @@ from ..request_checks import (
     within_vocabulary,
 )
 from ..with_names import with_names
-from .attention import borrow, compile_layers_whole, give_back
+from .attention import borrow, give_back
 from .batches import forget_graphs
 from .cache import RowCache
 from .config import check_processors, compiles, with_defaults
@@ -76,14 +76,12 @@ class RowManager(their_api.ContinuousBatchingManager):
         try:
             super().__init__(model, generation_config, config, workload_hints)
             check_processors(self.logit_processor.logits_processor)
-            self._is_compiled = compiles(config, self.model.config)
-            if self._is_compiled and len(devices_of(self.groups)) > 1:
+            if compiles(config, self.model.config) and len(devices_of(self.groups)) > 1:
                 raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
             self._weights = Weights(model)
             resolved = self.continuous_batching_config
             resolved.decode_compile_config = config.decode_compile_config  # transformers drops it with its own kernels
             resolved.max_blocks_per_request = 1  # a row
-            self._compile_layers()
             is_told = continuous_batching_config.use_cuda_graph is not None
             resolved.use_cuda_graph = self._may_capture(model, is_told)
         except BaseException:
@@ -100,10 +98,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         borrow(model, self)
         self.groups = groups_of(model, self.options.kv_dtype)
         check_pool(self.options.pool, self.groups)
-
-    def _compile_layers(self) -> None:
-        if self._is_compiled:
-            compile_layers_whole(self.model)
 
     def _may_capture(self, model: Any, is_told: bool) -> tuple[bool, bool]:
         """Whether passes with prompts, and those of decode, can be CUDA graphs: tried out unless a config says so."""
@@ -122,7 +116,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         with self._starting:
             self._check_idle("start")
             self.switch_to_cb_friendly_attn(self.model)  # `stop` has given it back
-            self._compile_layers()
             self._weights.change()
             is_same = self.batch_processor is None or self._made_for == self._found()
             if not Ranks(self.distributed_helper).least(is_same):
@@ -276,7 +269,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Have the model again, which callers may have changed."""
         self.model.eval()
         borrow(self.model, self)
-        self._compile_layers()
         self._weights.change()
         if processor is not None and self._made_for != (found := self._found()):
             self._made_for = found
