@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "exponential_decay_length_penalty": (),
     "force_words_ids": ([],), "forced_bos_token_id": (), "forced_eos_token_id": ([],), "guidance_scale": (1,),
     "max_time": (), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "num_beam_groups": (1,),
-    "num_beams": (1,), "penalty_alpha": (0,), "prompt_lookup_num_tokens": (0,), "sequence_bias": ({}, []),
+    "num_beams": (1,), "output_attentions": (False,), "output_hidden_states": (False,), "output_logits": (False,),
+    "output_scores": (False,), "penalty_alpha": (0,), "prompt_lookup_num_tokens": (0,), "sequence_bias": ({}, []),
     "stop_strings": ([],), "token_healing": (False,), "watermarking_config": (),
 }  # fmt: skip
 """Settings of a `GenerationConfig` that continuous batching ignores or fails with, and their values that mean nothing
 beside None."""
-BESIDE_TOKENS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-"""What `generate` returns with `return_dict_in_generate`, and otherwise leaves out."""
 
 
 def check_generation(config: GenerationConfig) -> None:
@@ -40,12 +38,6 @@ def check_generation(config: GenerationConfig) -> None:
                 f"asked for {name}={value!r}, which continuous batching does not do; leave it out, or call generate "
                 "without it"
             )
-    for name in BESIDE_TOKENS:
-        if config.return_dict_in_generate and getattr(config, name, None):
-            raise UnsupportedError(
-                f"asked for {name}=True, which continuous batching does not return; leave it out. "
-                "ContinuousBatchingConfig(return_logprobs=True) adds how likely each token was"
-            )
 
 
 def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> GenerationConfig:
@@ -54,35 +46,6 @@ def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> Gener
         config = copy.deepcopy(config)
         config.top_k = vocabulary
     return config
-
-
-def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
-    """Raises `ArgumentError` where a persistent manager, which keeps its own `GenerationConfig`, is asked to use
-    another. `max_new_tokens` is each call's."""
-    for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
-        if name[0].isalpha():
-            _check_kept(name, getattr(asked, name, None), used)
-
-
-def check_same_batching(asked: Any, used: Any) -> None:
-    """Raises `ArgumentError` where a persistent manager is asked to work by another `ContinuousBatchingConfig` than its
-    own."""
-    for name, wanted in vars(asked).items():
-        _check_kept(name, wanted, used)
-
-
-def _check_kept(name: str, wanted: Any, used: Any) -> None:
-    if not _means(name, wanted, has := getattr(used, name)):
-        kind = "GenerationConfig" if isinstance(used, GenerationConfig) else "ContinuousBatchingConfig"
-        raise ArgumentError(
-            f"asked for {name}={wanted!r} of a persistent manager whose {kind} has {has!r}; "
-            "destroy_cached_continuous_batching_manager() lets the next have another"
-        )
-
-
-def _means(name: str, asked: Any, used: Any) -> bool:
-    """Whether two values of a setting mean the same; ids that end a request may be in any container."""
-    return {*end_ids(asked)} == {*end_ids(used)} if name == "eos_token_id" else bool(asked == used)
 
 
 def end_ids(given: Any) -> list[int]:
@@ -99,59 +62,6 @@ def end_ids(given: Any) -> list[int]:
         return list(map(operator.index, given))
     except TypeError:
         raise ArgumentError(f"got eos_token_id={given!r}; give a whole number, or several") from None
-
-
-def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -> None:
-    """Checks keywords of `generate_batch` beside its own parameters, all of which transformers ignores. `generate`
-    passes on its inputs, and what it has put into the `GenerationConfig`.
-
-    Raises:
-        UnsupportedError: prompts are padded.
-        ArgumentError: a keyword has no meaning, or another value than the `GenerationConfig` in use.
-    """
-    for name, value in told.items():
-        if value is None:
-            continue
-        if name == "attention_mask":
-            if not bool(torch.as_tensor(value).all()):
-                raise UnsupportedError(
-                    "got an attention_mask with zeros, and requests of a batch have no padding; give generate_batch "
-                    "each prompt as a list of its own tokens"
-                )
-        elif name == "input_ids":
-            if not torch.equal(torch.as_tensor(value).reshape(-1), torch.as_tensor(inputs).reshape(-1)):
-                raise ArgumentError("got input_ids beside other inputs; give one of them")
-        elif name not in vars(config):
-            raise ArgumentError(f"got {name}={value!r}, which continuous batching does not know; leave it out")
-        elif not _means(name, value, used := getattr(config, name)):
-            raise ArgumentError(
-                f"got {name}={value!r} beside a GenerationConfig with {name}={used!r}; give generation_config what it "
-                "is to use"
-            )
-
-
-def check_paged(config: GenerationConfig, max_length: int | None) -> None:
-    """Checks what `generate` is asked for where it runs continuous batching, which returns one answer to each prompt
-    in one tensor, and ends no request by its whole length.
-
-    Args:
-        config: the config in use.
-        max_length: the `max_length` that `generate` was given; `max_new_tokens` overrides it.
-
-    Raises:
-        UnsupportedError: `generate` is asked for something else.
-    """
-    how = 'cache_implementation="paged"'
-    for name, neutral in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
-        value = getattr(config, name)
-        if value is not None and value != neutral:
-            raise UnsupportedError(
-                f"asked for {name}={value!r}, which generate does not return with {how}; leave one out, or call "
-                "generate_batch"
-            )
-    if config.max_new_tokens is None:
-        asked = "the length by default" if max_length is None else f"max_length={max_length!r}"
-        raise UnsupportedError(f"asked for {asked}, which generate does not heed with {how}; give max_new_tokens")
 
 
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:

@@ -44,6 +44,15 @@ started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()
 """By model: the managers that were started."""
 
 
+def settings(config: Any) -> str:
+    """A text that differs between a persistent manager's config and one that asks for something else; new tokens are
+    each call's."""
+    told = {name: value for name, value in sorted(vars(config).items()) if name != "max_new_tokens"}
+    if isinstance(config, GenerationConfig):
+        told["eos_token_id"] = end_ids(config.eos_token_id)
+    return repr(told)
+
+
 class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows. Methods of transformers' refuse here what would end all requests."""
 
@@ -56,6 +65,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         continuous_batching_config: Any,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
+        made_by = settings(generation_config), settings(continuous_batching_config)
         config = with_defaults(continuous_batching_config, model.device)
         check_generation(generation_config)
         # A copy: logits processors are made for it, and the caller may change its own.
@@ -70,8 +80,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         self._pausing = threading.Lock()
         """Guards their number."""
         self._starting = threading.Lock()
-        self.asked = copy.deepcopy(continuous_batching_config)
-        """The config that it was made for; a caller may keep the manager for others."""
+        self.made_by = made_by
+        """The settings that it was made for; a caller may keep the manager for others."""
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)
