@@ -487,7 +487,7 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
 
 
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
+    with pytest.raises(ValueError, match="a pool has its own"):
         rows.enable(model, pool=pool(10), max_bytes="1GiB")
     with pytest.raises(vmmkv.ArgumentError, match="got pool=3"):
         rows.enable(model, pool=3)

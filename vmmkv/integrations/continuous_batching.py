@@ -16,15 +16,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..arguments import check_size
+from ..budget import parse_bytes
 from ..errors import ArgumentError, UnsupportedError
 from ..layout import kv_dtype_from_name
-from ..pool import FramePool
+from ..pool import FramePool, check_pool_alone
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
 from .batching.groups import Options, not_for_rows
 from .batching.model import managers_of, put_on_rows, take_off_rows
-from .pools import check_memory
 from .request_checks import check_positions
 
 
@@ -67,15 +67,17 @@ def enable(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
         ArgumentError: the model is no `PreTrainedModel`, `max_seq_len` is missing or no number, `idle_seconds` is
-            negative or no number, or `max_bytes` is given with a pool; or the pool is not a `FramePool`, or is a
-            cache's own.
+            negative or no number; or the pool is not a `FramePool`, or is a cache's own.
+        ValueError: `max_bytes` is given with a pool.
         BudgetError, LayoutError: a number is out of range.
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
     check_version()
     model = _inside(model)
     _check_model(model)
-    check_memory(pool, max_bytes=max_bytes)
+    check_pool_alone(pool, max_bytes=max_bytes)
+    if max_bytes is not None:
+        parse_bytes(max_bytes, free=0)
     if not (isinstance(idle_seconds, Real) and idle_seconds >= 0):
         raise ArgumentError(f"got idle_seconds={idle_seconds!r}; it must be 0 or more, or infinity for never")
     if max_seq_len is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.masking_utils import and_masks, causal_mask_function, eager_mask, sliding_window_overlay
 from transformers.utils import logging
 
@@ -25,13 +26,13 @@ def make_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The function that transformers calls to make a mask; its arguments are those of `eager_mask`.
 
     It checks whether the attention mask pads on the left, which waits for the GPU. Inside graphs it cannot: there the
@@ -99,7 +100,7 @@ _AND, _WINDOW = and_masks(causal_mask_function).__code__, sliding_window_overlay
 """Causal windows of transformers are `and_masks(sliding_window_overlay(window), causal_mask_function)`."""
 
 
-def _left_padding(attention_mask: torch.Tensor, end: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_padding(attention_mask: Tensor, end: int | Tensor) -> tuple[Tensor, Tensor]:
     """Each sequence's first token, int64 `[batch]`, and whether all tokens from there to `end` are unmasked."""
     token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     first = (attention_mask.cumsum(-1) == 0).sum(-1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import AutogradError, DtypeError, ShapeError, UnfinishedPassError
 from ..layout import DTYPES
@@ -35,8 +36,6 @@ class Extent:
     end: int = 0
     keeps_past: bool = False
     """Whether `first` stays although the window has moved on."""
-    newest: int = 0
-    """Tokens that came last."""
     expected: int = 0
     """Tokens of a compiled pass that was announced, and may come or have ended in the middle."""
     written: int = 0
@@ -55,7 +54,7 @@ class Extent:
         self.rows = self.first = self.end = self.expected = self.written = 0
 
 
-Append = Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
+Append = Callable[[int, Tensor, Tensor, Where, Where], list[Tensor]]
 """Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
 
 
@@ -75,8 +74,8 @@ class Step(NamedTuple):
     batch: Batch
     new: Where
     attended: Where
-    after: tuple[int, int, int, int]
-    """Of a layer after the pass: rows, first token, end, and the tokens that came."""
+    after: tuple[int, int, int]
+    """Of a layer after the pass: rows, first token and end."""
 
 
 @dataclass
@@ -128,16 +127,17 @@ def unfinished() -> UnfinishedPassError:
     )
 
 
-def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+def check_kv(layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+    shapes = [[*each.shape] if isinstance(each, Tensor) else type(each).__name__ for each in (keys, values)]
+    if not all(len(shape) == 4 and shape[:3] == shapes[0][:3] and isinstance(shape, list) for shape in shapes):
         raise ShapeError(
-            f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
+            f"got K {shapes[0]} and V {shapes[1]} for layer {layer_idx}; both are tensors "
             "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
         )
 
 
-def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
+def check_autograd(keys: Tensor, values: Tensor) -> None:
     """Raises `AutogradError` where autograd would record what is written."""
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         raise AutogradError(
@@ -155,7 +155,7 @@ def check_batch(extent: Extent, rows: int) -> None:
         )
 
 
-def common_dtype(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype | None) -> torch.dtype:
+def common_dtype(keys: Tensor, values: Tensor, held: torch.dtype | None) -> torch.dtype:
     """The narrowest dtype that holds K, V and the dtype `held` exactly; raises `DtypeError` if there is none."""
     with suppress(RuntimeError):
         if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded

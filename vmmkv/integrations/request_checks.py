@@ -49,11 +49,7 @@ def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> Gener
 
 
 def end_ids(given: Any) -> list[int]:
-    """Ids that end a request, given as one or as several in any container. None gives -1, as transformers writes it.
-
-    Raises:
-        ArgumentError: they are no whole numbers.
-    """
+    """Ids that end a request, given as one or as several in any container. None gives -1, as transformers writes it."""
     try:
         return [-1 if given is None else operator.index(given)]
     except TypeError:
@@ -84,12 +80,7 @@ def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
 
 
 def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
-    """How many new tokens a request of so many tokens gets: `new`, or as many as a row has room for.
-
-    Raises:
-        ArgumentError: `new` is no whole number, or less than 1.
-        SequenceTooLongError: the row has too little room.
-    """
+    """How many new tokens a request of so many tokens gets: `new`, or as many as a row has room for."""
     try:
         wanted = 1 if new is None else operator.index(new)
     except TypeError:
@@ -111,11 +102,7 @@ def vocabulary_of(model: Any) -> int | None:
 
 
 def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
-    """The ids of a prompt. Ids that the model does not know would end the forward pass, and all requests with it.
-
-    Raises:
-        ArgumentError: they are not ids of this model.
-    """
+    """The ids of a prompt. Ids that the model does not know would end the forward pass, and all requests with it."""
     try:
         ids = list(map(operator.index, input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids))
     except TypeError as error:

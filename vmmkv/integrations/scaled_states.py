@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import DtypeError, UnsupportedError
@@ -27,7 +28,7 @@ def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         raise DtypeError(f"got K and V as {dtype} to keep as {kv_dtype}; they must be one of {known}")
 
 
-class ScaledStates(torch.Tensor):
+class ScaledStates(Tensor):
     """K or V, by its shape `[batch, num_kv_heads, tokens, head_dim]`, of which 8 bits of each number are kept.
 
     Each operation works on a copy of all of it, in its dtype. It cannot be written to. Compilers and CUDA graphs see
@@ -39,20 +40,20 @@ class ScaledStates(torch.Tensor):
         dtype: of K and V in the model.
     """
 
-    numbers: torch.Tensor
-    scales: torch.Tensor
+    numbers: Tensor
+    scales: Tensor
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> ScaledStates:
-        make: Callable[..., ScaledStates] = torch.Tensor._make_wrapper_subclass
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> ScaledStates:
+        make: Callable[..., ScaledStates] = Tensor._make_wrapper_subclass
         return make(cls, numbers.shape, dtype=dtype, device=numbers.device)
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.numbers, self.scales = numbers, scales
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """A copy, in its dtype."""
         states = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for here in _pieces(self.numbers):
@@ -64,7 +65,7 @@ class ScaledStates(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+        cls, tensors: dict[str, Tensor], dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
     ) -> ScaledStates:
         return cls(tensors["numbers"], tensors["scales"], dtype)
 
@@ -113,7 +114,7 @@ def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(isinstance(leaf, ScaledStates) for leaf in tree_leaves(written))
 
 
-def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+def write_quantized(states: Tensor, numbers: Tensor, scales: Tensor) -> None:
     """Writes K or V as 8-bit numbers and their scales, all three as in `ScaledStates`: the bits that the append kernel
     writes, where it cannot run."""
     for here in _pieces(states):
@@ -121,7 +122,7 @@ def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.T
         numbers[:, :, here], scales[:, :, here] = new_numbers, new_scales
 
 
-def _pieces(states: torch.Tensor) -> Iterator[slice]:
+def _pieces(states: Tensor) -> Iterator[slice]:
     """Tokens of K or V, `[batch, num_kv_heads, tokens, head_dim]`, some at a time."""
     tokens = states.shape[2]
     step = max(PIECE * tokens // max(states.numel(), 1), 1)

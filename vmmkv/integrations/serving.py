@@ -141,11 +141,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         self._has_ended = False
 
     def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
-        """Says whether a model is batched, and puts it on rows if so.
-
-        Raises:
-            UnsupportedError: the model cannot run on rows.
-        """
+        """Says whether a model is batched, and puts it on rows if so."""
         if not super().use_continuous_batching(model, modality):
             return False
         if model not in self._on_rows:
@@ -154,11 +150,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         return True
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """Returns what runs the requests of a model: see `GenerationState.get_manager`.
-
-        Raises:
-            StoppedError: the server ends.
-        """
+        """Returns what runs the requests of a model: see `GenerationState.get_manager`."""
         if self._has_ended:
             raise StoppedError("the server has ended")
         if not use_cb:
@@ -234,12 +226,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Waits for the answer to a request: see `CBGenerateManager.generate_non_streaming`.
-
-        Raises:
-            VmmkvError: the request ended with an error, such as too little memory.
-            StoppedError: the batches ended before the request.
-        """
+        """Waits for the answer to a request: see `CBGenerateManager.generate_non_streaming`."""
         batches, done = self._cb, asyncio.get_running_loop().create_future()
 
         def tell(output: Any) -> None:
@@ -258,11 +245,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         self, name: str, ids: list[int], config: GenerationConfig, tell: Callable[[Any], None], *, streaming: bool
     ) -> None:
         """Adds a request, and cancels it at the end of its HTTP request if it still runs then. Lets `config` ask for no
-        more tokens than the row has room for, so that transformers sees that an answer was cut off.
-
-        Raises:
-            UnsupportedError, ArgumentError, SequenceTooLongError, StoppedError: the request is refused.
-        """
+        more tokens than the row has room for, so that transformers sees that an answer was cut off."""
         batches, handlers = self._cb, self._cb.output_router.result_handlers
         check_shared(config, batches.model.generation_config)
         room = max(1, batches.options.max_seq_len - len(ids))
@@ -294,12 +277,7 @@ def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:
 
 
 def _build(models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
-    """Makes transformers' app with `/metrics`, errors as JSON and `EndWithClient`. Warms up the model that is loaded.
-
-    Raises:
-        UnsupportedError: the model cannot run on rows.
-        BudgetError: there is no memory for the model's K and V.
-    """
+    """Makes transformers' app with `/metrics`, errors as JSON and `EndWithClient`, and warms up the loaded model."""
     state: RowState = options["generation_state"]
     for name, loaded in models.loaded_models.items():
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..errors import UnsupportedAttentionError
@@ -24,7 +25,7 @@ _MOVE = torch.ops.aten._to_copy.default
 _SLICE = torch.ops.aten.slice.Tensor
 
 
-class Spans(torch.Tensor):
+class Spans(Tensor):
     """A mask, which looks like a bool tensor `[batch, 1, q_length, kv_length]`, that says which tokens each query sees.
 
     Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and with a
@@ -41,19 +42,19 @@ class Spans(torch.Tensor):
         shape: of the mask; below 2**31 tokens.
     """
 
-    first: torch.Tensor
-    end: torch.Tensor
+    first: Tensor
+    end: Tensor
     window: int
 
     @staticmethod
-    def __new__(cls, first: torch.Tensor, end: torch.Tensor, window: int, shape: Sequence[int]) -> Spans:
-        make: Callable[..., Spans] = torch.Tensor._make_wrapper_subclass
+    def __new__(cls, first: Tensor, end: Tensor, window: int, shape: Sequence[int]) -> Spans:
+        make: Callable[..., Spans] = Tensor._make_wrapper_subclass
         return make(cls, shape, dtype=torch.bool, device=first.device)
 
-    def __init__(self, first: torch.Tensor, end: torch.Tensor, window: int, shape: Sequence[int]) -> None:
+    def __init__(self, first: Tensor, end: Tensor, window: int, shape: Sequence[int]) -> None:
         self.first, self.end, self.window = first, end, window
 
-    def as_bias(self, dtype: torch.dtype) -> torch.Tensor:
+    def as_bias(self, dtype: torch.dtype) -> Tensor:
         """The mask that it stands for, in `dtype`, to be added to scores as in transformers' eager attention."""
         q_length, kv_length = self.shape[2:]
         first, end = self.first.view(-1, 1, 1, 1), self.end.view(-1, 1, 1, 1)
@@ -69,7 +70,7 @@ class Spans(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, tensors: dict[str, torch.Tensor], window: int, shape: Sequence[int], stride: Sequence[int]
+        cls, tensors: dict[str, Tensor], window: int, shape: Sequence[int], stride: Sequence[int]
     ) -> Spans:
         return cls(tensors["first"], tensors["end"], window, shape)
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedAttentionError
 from .spans import NAME
 
 
-class WholeRows(torch.Tensor):
+class WholeRows(Tensor):
     """K or V, by its shape `[batch, num_kv_heads, max_seq_len, head_dim]`, for kernels that are told the lengths.
 
     All else would read on to where no memory is, and end the process: nothing can be computed with it. Compilers and
@@ -23,29 +24,24 @@ class WholeRows(torch.Tensor):
         window: tokens that a token attends to, itself included; None: all.
     """
 
-    states: torch.Tensor
-    lengths: torch.Tensor
+    states: Tensor
+    lengths: Tensor
     window: int | None
 
     @staticmethod
-    def __new__(cls, states: torch.Tensor, lengths: torch.Tensor, window: int | None) -> WholeRows:
-        make: Callable[..., WholeRows] = torch.Tensor._make_wrapper_subclass
+    def __new__(cls, states: Tensor, lengths: Tensor, window: int | None) -> WholeRows:
+        make: Callable[..., WholeRows] = Tensor._make_wrapper_subclass
         return make(cls, states.shape, strides=states.stride(), dtype=states.dtype, device=states.device)
 
-    def __init__(self, states: torch.Tensor, lengths: torch.Tensor, window: int | None) -> None:
+    def __init__(self, states: Tensor, lengths: Tensor, window: int | None) -> None:
         self.states, self.lengths, self.window = states, lengths, window
-
-    def live(self, tokens: int) -> range:
-        """The tokens that the newest `tokens` may attend to; it waits for the device."""
-        end = int(self.lengths[0])
-        return range(0 if self.window is None else max(end - tokens - self.window + 1, 0), end)
 
     def __tensor_flatten__(self) -> tuple[list[str], int | None]:
         return ["states", "lengths"], self.window
 
     @classmethod
     def __tensor_unflatten__(
-        cls, tensors: dict[str, torch.Tensor], window: int | None, shape: Sequence[int], stride: Sequence[int]
+        cls, tensors: dict[str, Tensor], window: int | None, shape: Sequence[int], stride: Sequence[int]
     ) -> WholeRows:
         return cls(tensors["states"], tensors["lengths"], window)
 

@@ -46,11 +46,7 @@ def check_processors(processors: Iterable[object]) -> None:
 
 
 def compiles(config: Any, of_model: Any) -> bool:
-    """Resolve which passes are compiled, by the config and the model's own; returns whether any is.
-
-    Raises:
-        UnsupportedError: they are to be compiled as they cannot be on rows.
-    """
+    """Resolve which passes are compiled, by the config and the model's own; returns whether any is."""
     resolve_compile_configs(config, getattr(of_model, "compile_config", None), False, True)
     compiled = [each for each in (config.varlen_compile_config, config.decode_compile_config) if each is not None]
     for each in compiled:

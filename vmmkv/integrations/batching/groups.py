@@ -95,10 +95,6 @@ def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Grou
 
     Args:
         kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-
-    Raises:
-        DtypeError: K and V cannot be kept in `kv_dtype`.
-        UnsupportedError: not all layers keep K and V of their own, of one dtype, or they ask a cache for more.
     """
     config, probe = model.config.get_text_config(), Probe()
     try:

@@ -301,13 +301,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         eos_token_id: Any = None,
         **kwargs: Any,
     ) -> str | None:
-        """Add a request.
-
-        Raises:
-            SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or unknown ones; or a name or a number that would end all requests.
-            StoppedError: the manager was stopped, or has ended with an error.
-        """
+        """Add a request."""
         ids = token_ids(input_ids, vocabulary_of(self.model))
         new = self._new_tokens(ids, max_new_tokens)
         if not isinstance(request_id, str | None):

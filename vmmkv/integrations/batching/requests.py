@@ -273,11 +273,7 @@ class Requests:
         return request.is_away
 
     def put_all_away(self) -> None:
-        """Move the tokens of all requests to host memory: each comes back when it goes on.
-
-        Raises:
-            OutOfHostMemoryError: there is no room for all. Requests that were moved come back as well.
-        """
+        """Move the tokens of all requests to host memory: each comes back when it goes on."""
         self._is_refused = False
         here = [request for request in self._requests.values() if not request.is_away]
         for request in here:

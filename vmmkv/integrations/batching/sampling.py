@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
@@ -50,7 +51,7 @@ class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ig
     """Divides logits by the temperature of their request. Without sampling the likeliest token alone is left, the first
     of several."""
 
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
         alone = torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
         return torch.where(temperatures > LEAST_TEMPERATURE, scores / temperatures, alone)
