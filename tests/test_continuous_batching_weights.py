@@ -35,7 +35,6 @@ import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
 from vmmkv.integrations.batching.batches import SEQUENCES
-from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
@@ -185,47 +184,10 @@ def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> No
     model.tuned.active_adapters = [name]
 
 
-@pytest.mark.parametrize("when", ["before it moves", "while it is there"])
-def test_nothing_begins_with_what_two_adapters_have_made_of_one_that_was_on_the_host(when: str) -> None:
-    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
-    model, random, expected = copy.deepcopy(one), Random(), None
-    model.peft_config, model.tuned = {}, Adapted()
-    rows.enable(model, pool=pool(600), max_seq_len=600)
-    by_hand = ByHand(model, cpu_offload_space=0.001)
-    processor = by_hand.processor
-    while expected is None:  # two tokens were as likely
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
-        moved, stays = (by_hand.manager.add_request(prompt, max_new_tokens=new) for new in (100, 30))
-        for _ in range(5):
-            by_hand.step()
-        if when == "before it moves":
-            switch_adapter(model, other, "other")
-            for _ in range(9):
-                by_hand.step()
-        processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
-        with patch.object(RowCache, "count_storable_requests", return_value=0):
-            assert processor.offloading_manager.offload_requests()
-        assert processor.cache.requests.is_away(moved)
-        switch_adapter(model, other, "other")
-        while by_hand.step():
-            pass
-        done = [by_hand.manager.get_result() for _ in range(2)]
-        results = {each.request_id: each.generated_tokens for each in done}
-        assert results.keys() == {moved, stays}
-        switch_adapter(model, one, "one")
-        expected = answer(one, [*prompt, *results[moved], 5])
-    by_hand.manager.add_request(expected.prompt)
-    while by_hand.step():
-        pass
-    assert by_hand.manager.get_result().generated_tokens == expected.tokens
-    by_hand.end()
-    rows.disable(model)
-
-
 def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
     ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=False)
+        requests = Requests([cache], [0], adapters, ONE, reuse=True)
         requests.begin("before", 40, ids)
         assert requests.admit("before", 0, 40, expected=40)
         adapters.use("other")

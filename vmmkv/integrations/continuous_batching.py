@@ -41,11 +41,11 @@ def enable(
 ) -> None:
     """Have a model's continuous batching keep K and V in rows, from the next manager on.
 
-    Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` is allocated only when
-    sequences move there, and `allow_block_sharing` shares pages. `page_size` times `num_blocks` is a budget in tokens,
-    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. `safety_margin` is 0.05 by default
-    with the "fifo" scheduler. Compiled passes are refused that capture graphs of their own, must be one graph
-    (`fullgraph=True`), or run on several devices.
+    Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` holds prefixes that memory
+    has no room for, also of requests that begin anew; `allow_block_sharing` shares pages; `page_size` times
+    `num_blocks` is a budget in tokens, which `max_bytes` overrides; `max_memory_percent` is of the memory that is free;
+    `safety_margin` is 0.05 by default with the "fifo" scheduler. Compiled passes are refused that capture graphs of
+    their own, must be one graph (`fullgraph=True`), or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window; also inside a model of PEFT.
@@ -106,12 +106,11 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
 
     Args:
         model: a model on rows.
-        offload: running requests move to host memory (`cpu_offload_space` of the `ContinuousBatchingConfig`), and go on
-            at `wake`. Otherwise none may run.
+        offload: running requests give their memory back, too, and are computed anew at `wake`, from the tokens that
+            they have. Otherwise none may run.
 
     Raises:
-        BusyError: requests run, and they are not to move.
-        OutOfHostMemoryError: host memory has no room for all requests. They go on.
+        BusyError: requests run, without `offload`.
     """
     with ExitStack() as undo:
         freed = 0

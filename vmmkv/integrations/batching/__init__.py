@@ -6,7 +6,7 @@ What is replaced is a subclass of transformers' class, put in the place of its n
     processor   ContinuousBatchProcessor        makes one forward pass after another
     scheduler   FIFOScheduler, PrefillFirst...  chooses requests; managers on one pool take turns
     batches     ContinuousBatching[Async]IOs    hold what a pass reads; ModelRunner pads batches and captures graphs
-    cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager moves to the host
+    cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager has requests begin anew
 
 `model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
 `requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell

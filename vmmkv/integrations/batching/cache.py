@@ -48,10 +48,8 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         self.stream: Any = None
         """The stream of forward passes."""
         self.kv_caches = make_caches(options, groups, batching, ranks)
-        windows, has_host = [group.window for group in groups], all(cache.host_tier for cache in self.kv_caches)
-        self.requests = Requests(
-            self.kv_caches, windows, weights, ranks, reuse=batching.allow_block_sharing, has_host=has_host
-        )
+        windows = [group.window for group in groups]
+        self.requests = Requests(self.kv_caches, windows, weights, ranks, reuse=batching.allow_block_sharing)
         ranks.check_alike(  # else processes would choose other requests, or see other tokens
             page_size=self.kv_caches[0].pool.page_size,
             bytes_of_a_token=bytes_of_token(groups),
@@ -130,10 +128,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         self._commit(request_id)
         with stream_context(self.stream):
-            if no_cache:  # it is being offloaded, or started anew
-                self.requests.put_away(request_id)
-            else:
-                self.requests.end(request_id)
+            self.requests.end(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         self._counts = None  # a warm-up may follow
@@ -263,26 +258,10 @@ class GroupRows:
 
 
 class RowOffloading(OffloadingManager):
-    """Moves requests to host memory, or has them begin anew: `RowCache.free_blocks` has moved them already."""
-
-    cache: RowCache
+    """Has requests begin anew where memory is short. What they had computed are prefixes, which may go to the host."""
 
     def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
         super().__init__(cpu_offload_space_gib=0.0, **kwargs)
 
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
         return 0
-
-    def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
-        moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
-        for state in victims:
-            state.is_cpu_offloaded = state.request_id in moved
-        return moved
-
-    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
-        for future_state in requests_in_batch:
-            future_state.state.is_cpu_offloaded = False  # `Requests.admit` has brought its tokens back
-
-    def free_request_cpu_cache(self, state: RequestState) -> None:
-        self.cache.requests.end_anywhere(state.request_id)
-        state.is_cpu_offloaded = False

@@ -188,15 +188,16 @@ class RowManager(their_api.ContinuousBatchingManager):
         return True
 
     def _check_may_sleep(self, offload: bool) -> None:
-        """Move requests to host memory, or raise `BusyError` if there are some."""
+        """Have requests begin anew later, or raise `BusyError` if there are some."""
         Ranks(self.distributed_helper).least(0)  # fails in time where other processes do not sleep
         running = cast(RowProcessor, self._processor)
+        active = [*running.scheduler.active_requests.values()]
         if offload:
-            running.cache.requests.put_all_away()
-        elif running.scheduler.active_requests:
+            running.scheduler.give_way(active)
+        elif active:
             raise BusyError(
-                f"asked a manager to sleep that runs {len(running.scheduler.active_requests)} requests; wait until "
-                "they are done, or ask for offload=True"
+                f"asked a manager to sleep that runs {len(active)} requests; wait until they are done, or ask for "
+                "offload=True"
             )
 
     def _trim(self) -> int:

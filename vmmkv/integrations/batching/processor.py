@@ -106,7 +106,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         if self._take_tokens() or self.scheduler.keeps_its_memory():
             pass  # requests that end with these tokens leave memory; those of other managers give way, or end
         elif self.cache.requests.others_hold_memory():
-            self.scheduler.give_way()  # their memory may come yet, and others may wait for ours
+            # Their memory may come yet, and others may wait for ours.
+            self.scheduler.give_way([state for state, _ in self.scheduler.starved_requests])
         else:
             self._end_first_without_room()
 
@@ -135,14 +136,12 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         before = set(self.scheduler.active_requests)
         self.scheduler.forget_parents_that_are_gone()
         super().update_batch()
-        if done := before - self.scheduler.active_requests.keys():
+        if before - self.scheduler.active_requests.keys():
             self.scheduler.end_turn()
-        for name in done:
-            self.cache.requests.end_anywhere(name)  # one that was put away while the batch with its last token ran
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
-        self.cache.requests.end_all()  # in host memory as well
+        self.cache.requests.end_all()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         """Tell the callers of a request, and of those that were to fork from it, that it failed."""

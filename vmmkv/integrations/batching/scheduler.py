@@ -137,10 +137,10 @@ class RowScheduler(Scheduler):
             return self.starved_requests[0][0]
         return self.waiting_requests[self.waiting_requests_order[0]]
 
-    def give_way(self) -> None:
-        """Have requests that cannot grow begin anew later, with the tokens that they have by now as their prompt."""
+    def give_way(self, states: list[RequestState]) -> None:
+        """Have active requests begin anew later, with the tokens that they have by now as their prompt."""
         self.end_turn()
-        for state, _ in self.starved_requests:
+        for state in states:
             again = state.create_equivalent_initial_request()
             state.status = RequestStatus.FINISHED
             self.finish_request(state.request_id)
