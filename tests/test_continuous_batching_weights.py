@@ -38,7 +38,7 @@ from vmmkv.integrations.batching.batches import SEQUENCES
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
-from vmmkv.integrations.scaled_states import ScaledStates
+from vmmkv.integrations.states import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -20,12 +20,13 @@ from tiny_models import DECODER, MIXED, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, Gemma3TextConfig, LlamaConfig
 
 import vmmkv
-from vmmkv.integrations import attention, row_writes, scaled_states
+from vmmkv.integrations import attention, row_writes
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations import states as kept_states
 from vmmkv.integrations.batching import packed
 from vmmkv.integrations.batching.packed import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
-from vmmkv.integrations.scaled_states import ScaledStates
+from vmmkv.integrations.states import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.layout import KV_DTYPES
@@ -56,7 +57,7 @@ def pair(config: Any, kv_dtype: str, page_size: int = 4096) -> list[Cache]:
 
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scaled_states, "PIECE", 300)  # so that most is rounded in several
+    monkeypatch.setattr(kept_states, "PIECE", 300)  # so that most is rounded in several
     with torch.compiler.set_stance("force_eager"):
         yield
 

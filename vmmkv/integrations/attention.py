@@ -26,12 +26,10 @@ from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
 from ..kernels.compiler import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
-from .masks import make_mask, warn
+from .masks import NAME as NAME
+from .masks import Spans, make_mask, warn
 from .row_writes import even_cu_seqlens
-from .scaled_states import ScaledStates
-from .spans import NAME as NAME
-from .spans import Spans
-from .whole_rows import WholeRows
+from .states import ScaledStates, WholeRows
 
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""
@@ -233,9 +231,6 @@ def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> A
         f'attn_implementation="{NAME}" does not know all of it, nor does an eager attention of its own. Load the model '
         'with attn_implementation="eager"; VmmCache works with that, too'
     )
-
-
-# ---------------------------------------------------------------------- registration
 
 
 def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:

@@ -36,22 +36,14 @@ from ..layout import KVLayout
 from ..pool import FramePool, check_pool_alone
 from ..sequence import Sequence
 from .row_writes import RowWriter
-from .scaled_states import check_quantizable, write_quantized
+from .states import check_quantizable, write_quantized
 
-MAX_BATCHES = 8
-"""Batches that share the rows of a `KVCache`, and with them pages."""
-MAX_ADDRESSES = ADDRESS_LIMIT // 8
-"""Bytes of addresses that all of them take together, unless one alone takes more."""
+MAX_BATCHES = 8  # batches that share the rows of a `KVCache`, and with them pages
+MAX_ADDRESSES = ADDRESS_LIMIT // 8  # bytes of addresses that all of them take together, unless one alone takes more
 
 
 class Pools:
-    """A pool for each device: the one that was given, or pools that live as long as something lies on them.
-
-    Args:
-        max_bytes: the limit of each pool that is made here; None is 80 % of the memory that is free then.
-        page_size: bytes of a page; None is 2 MiB.
-        given: the pool to use instead, which others may use as well.
-    """
+    """A pool for each device: the one that was given, or pools that live as long as something lies on them."""
 
     def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
         check_pool_alone(given, max_bytes=max_bytes, page_size=page_size)
@@ -95,21 +87,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch can grow to.
-
-    Attributes:
-        max_seq_len: tokens of a row. Virtual addresses only.
-        max_batch_size: rows, likewise.
-        lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
-        large_frames: also as in `KVCache`.
-        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-    """
+    """What a batch can grow to."""
 
     max_seq_len: int
     max_batch_size: int
-    lookahead: int | None = None
+    lookahead: int | None = None  # this and the next as in `KVCache`
     large_frames: bool = True
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None  # the 8-bit format that K and V are kept in, with scales; None: their own dtype
 
     def __post_init__(self) -> None:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
@@ -131,8 +115,7 @@ class Limits:
         return layout
 
 
-Where = tuple[slice, slice, slice]
-"""Rows, heads, and positions in rows."""
+Where = tuple[slice, slice, slice]  # rows, heads, and positions in rows
 
 
 class Batch:
@@ -244,13 +227,10 @@ class Batch:
     # ------------------------------------------------------------------ sharing
 
     def reorder(self, indices: list[int], share: bool, anew: bool = False) -> None:
-        """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer.
-
-        Args:
-            share: whether they may share pages. If not, no row shares any afterwards.
-            anew: have sequences that change share all full pages with what they become, instead of copies of the tokens
-                that they do not share yet. Without memory rows are half changed then.
-        """
+        """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer. They
+        `share` pages, or no row shares any afterwards. With `anew` sequences that change share all full pages with what
+        they become, instead of copies of the tokens that they do not share yet; without memory rows are half changed
+        then."""
         rows = max(len(indices), self.rows)
         self._check_rows(rows)
         self.shared_end = self.end

@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ..errors import LayoutError
 
-TOKENS = 3
-"""Of the forward pass: fewer than any attention window has."""
+TOKENS = 3  # of the forward pass: fewer than any attention window has
 
 KNOWN_LAYERS = {
     "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",

@@ -34,14 +34,13 @@ from .layer_group import LayerGroup
 from .layers import VmmLayer
 from .passes import Extent, Passes, Step, check_autograd, check_batch, unfinished
 from .row_writes import write_rows
-from .whole_rows import WholeRows
+from .states import WholeRows
 
 
 class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and have their lengths on the device."""
 
-    lengths: Tensor
-    """int32 `[layers, max_batch_size]`."""
+    lengths: Tensor  # int32 `[layers, max_batch_size]`
 
     def __init__(
         self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
@@ -49,10 +48,7 @@ class CompiledLayerGroup(LayerGroup):
         super().__init__(limits, pools, passes, window, config)
         self.is_told = True
         """Whether the device knows the lengths that the host knows, but for an announced pass that ended early."""
-        self.has_kernels = True
-        """Whether vmmkv's kernels take the K and V of all layers, as far as these are known."""
-
-    # ------------------------------------------------------------------ memory
+        self.has_kernels = True  # whether vmmkv's kernels take the K and V of all layers, as far as these are known
 
     def add_layer(self, layer_idx: int) -> Extent:
         extent = super().add_layer(layer_idx)
@@ -98,8 +94,6 @@ class CompiledLayerGroup(LayerGroup):
         k, v = (states.transpose(1, 2) for states in self._held().whole_rows(extent.index, extent.rows))
         lengths = self.lengths[extent.index, : extent.rows]
         return WholeRows(k, lengths, self.window), WholeRows(v, lengths, self.window)
-
-    # ------------------------------------------------------------------ passes
 
     def _drops_prompts(self, extent: Extent, tokens: int) -> bool:
         return False

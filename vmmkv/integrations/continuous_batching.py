@@ -23,9 +23,9 @@ from ..pool import FramePool, check_pool_alone
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
+from .batching.config import check_positions
 from .batching.groups import Options, not_for_rows
 from .batching.model import managers_of, put_on_rows, take_off_rows
-from .request_checks import check_positions
 
 
 def enable(

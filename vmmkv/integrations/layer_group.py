@@ -26,27 +26,20 @@ from ..errors import (
     VmmkvError,
 )
 from .batch import Batch, Limits, Pools, Shape, Where
+from .masks import NAME, attention_of
 from .passes import Append, Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
-from .scaled_states import ScaledStates
-from .spans import NAME, attention_of
+from .states import ScaledStates
 
 NO_ROOM = OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError, StreamCaptureError
 """Errors after which a batch is as before, also if it was about to share pages or to take another order."""
 
 
 class LayerGroup:
-    """Layers that share token records. Nothing is reserved before the first write.
+    """Layers that share token records, of which a window is None if they attend to all tokens. Nothing is reserved
+    before the first write. `config` is that of a model whose K and V are kept in 8 bits: it says which attention reads
+    them."""
 
-    Args:
-        limits: what the group's batch can grow to.
-        pools: the memory for K and V.
-        passes: of the cache that the group is a part of.
-        window: tokens that a token attends to, itself included; None: all.
-        config: of a model whose K and V are kept in 8 bits: it says which attention reads them.
-    """
-
-    _append: Append | None = None
-    """A method that appends in the place of the batch's."""
+    _append: Append | None = None  # a method that appends in the place of the batch's
 
     def __init__(
         self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
@@ -57,11 +50,9 @@ class LayerGroup:
         self._reads_scaled = True
         self._extents: list[Extent] = []
         self.batch: Batch | None = None
-        self.states_dtype: torch.dtype | None = None
-        """Of K and V as attention reads them; None before the first."""
+        self.states_dtype: torch.dtype | None = None  # of K and V as attention reads them; None before the first
         self._step: Step | None = None
-        self._is_shown = False
-        """Whether a user has views of K and V to write to."""
+        self._is_shown = False  # whether a user has views of K and V to write to
 
     @property
     def device(self) -> torch.device | None:

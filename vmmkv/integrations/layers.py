@@ -39,8 +39,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, group: LayerGroup, layer_idx: int) -> None:
         # DynamicLayer's own would set keys and values.
         self.layer_idx, self.is_sliding = layer_idx, group.window is not None
-        self.home: torch.device | None = None
-        """The device of the last K and V."""
+        self.home: torch.device | None = None  # the device of the last K and V
         self.join(group)
 
     def join(self, group: LayerGroup) -> None:

@@ -40,37 +40,33 @@ from .batch import Limits, Pools
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
 from .layer_group import NO_ROOM, LayerGroup
 from .layers import VmmLayer, forget_states, layer_on_rows
+from .masks import NAME, attention_of
 from .passes import Passes, check_kv
-from .spans import NAME, attention_of
 
-NOT_COMPILED = frozenset({"moshi", "prophetnet"})
-"""Types of models that cannot run with `compile=True`."""
-TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})
-"""Types of models that call `view` on K and V."""
+NOT_COMPILED = frozenset({"moshi", "prophetnet"})  # types of models that cannot run with `compile=True`
+TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})  # types of models that call `view` on K and V
 
 
 class VmmCache(DynamicCache):
-    """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand.
+    """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand, for inference only.
 
     Before transformers 5.24 the argument is called `past_key_values`.
 
-    Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
-    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it.
-    `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache. `copy.deepcopy`
-    forks: full pages are shared, the rest is copied. Beams, and the copies that `batch_repeat_interleave` makes, share
-    pages likewise. It cannot be pickled.
+    Pages are taken as tokens arrive, on the device of the first K and V and in their dtype (the wider one of two);
+    layers with a sliding window give theirs back. `reset()` makes room for another batch, of any size, and leaves the
+    pages mapped for it. `trim()` of each of the `pools` gives them back to the system, and so does the end of the
+    cache. `copy.deepcopy` forks: full pages are shared, the rest is copied. Beams, and the copies that
+    `batch_repeat_interleave` makes, share pages likewise. It cannot be pickled.
 
-    Full attention and each window have rows of their own; on each device all of them, and all copies of the cache, lie
-    on one `FramePool`. With `pool` they share it with other models, the other half of an `EncoderDecoderCache`, or a
-    `KVCache`.
+    Full attention and each window have rows of their own, on each device that layers are on; all of them, and all
+    copies of the cache, lie on one `FramePool` of their device. With `pool` they share it with other models, the other
+    half of an `EncoderDecoderCache`, or a `KVCache`.
 
     Attention reads strided views. Torch's memory-efficient SDPA computes strides in 32 bits, so layers share a token
-    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages. If K and V
-    differ in dtype, as under autocast, both are kept in the wider one. If layers are on several devices, each device
-    has its own `kv_caches` (not with `compile=True`).
+    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages.
 
-    For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
-    next one raises `UnfinishedPassError`, until `reset()`.
+    After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the next one raises
+    `UnfinishedPassError`, until `reset()`.
 
     Args:
         config: of the model. What layers keep beside K and V stays as `DynamicCache` has it, and so do layers of kinds
@@ -84,23 +80,21 @@ class VmmCache(DynamicCache):
         lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
             pages of them on a GPU, 0 is no thread.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
-            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`. Where its
-            kernels do not take K and V (on the CPU, in some dtypes and head sizes) a warning says so, and the cache
-            works uncompiled. Layers write a prompt as a whole, also where a window moves over it.
+            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`, whose kernels
+            alone can read what comes behind the prompt. Where they do not take K and V (on the CPU, in some dtypes and
+            head sizes) a warning says so, and the cache works uncompiled.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
             head (`KVLayout(scales="token_head")`). attn_implementation="vmmkv" reads them as they are; for any other
             attention a layer's K and V are dequantized in each forward pass. The first tokens of a sequence attend to
-            their K and V as the model made them. Not with `compile=True`; `keys` and `values` of layers cannot be
-            written to. None: the dtype that they come in.
+            their K and V as the model made them. None: the dtype that they come in.
         offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
         ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `compile=True` for a model that
             runs another attention.
         ValueError: `max_bytes` or `page_size` is given with a pool.
-        LayoutError, BudgetError: a number is out of range. At the first write: there is no such page, or a single
-            layer's rows are longer than 32-bit strides reach, or the rows take more virtual addresses than there are,
-            or the device has less memory.
+        LayoutError, BudgetError: a number is out of range; or, at the first write, rows take more virtual addresses
+            than there are, or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model that cannot run with it.
@@ -149,8 +143,7 @@ class VmmCache(DynamicCache):
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
         self._copies = text.model_type in TAKES_NO_STRIDES
         self._config = config if kept_dtype else None
-        self._groups: list[LayerGroup] = []
-        """One for each window, on each device."""
+        self._groups: list[LayerGroup] = []  # one for each window, on each device
         self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
 

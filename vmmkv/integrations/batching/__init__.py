@@ -10,7 +10,8 @@ What is replaced is a subclass of transformers' class, put in the place of its n
 
 `model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
 `requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell
-prefixes apart, `config` and `sampling` translate settings.
+prefixes apart, `config` translates settings, and checks
+requests.
 
 transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """
@@ -21,8 +22,7 @@ import transformers
 
 from ...errors import UnsupportedError
 
-TESTED = ("5.23", "5.24")
-"""Versions of transformers that this package is tested with."""
+TESTED = ("5.23", "5.24")  # versions of transformers that this package is tested with
 
 
 def check_version() -> None:

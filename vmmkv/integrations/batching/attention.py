@@ -20,8 +20,7 @@ from ..attention import NOT_ABOUT_ATTENTION
 from .cache import RowCache
 from .groups import Probe
 
-NAME = "vmmkv_rows"
-"""The `attn_implementation` of models that run on rows."""
+NAME = "vmmkv_rows"  # the `attn_implementation` of models that run on rows
 ALONE = (
     "stop every manager that runs the model, or one of the same config. Then, and of a copy that was made under a "
     "manager, vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
@@ -73,26 +72,18 @@ def _check_causal(module: Any) -> None:
 AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
 
 
-# ---------------------------------------------------------------------- loans
-
-
 @dataclass
 class Loan:
     """The attention of a config, which names it: all models of the config attend alike."""
 
     config: Any
-    before: str | None = None
-    """The attention that they had, if that is known."""
-    users: WeakSet[object] = field(default_factory=WeakSet)
-    """The managers that run one of them."""
+    before: str | None = None  # the attention that they had, if that is known
+    users: WeakSet[object] = field(default_factory=WeakSet)  # the managers that run one of them
 
 
-_lock = threading.RLock()
-"""Guards the loans: threads may begin and end with one model."""
-_loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
-"""By model; models of one config share a loan."""
-_borrows: Counter[int] = Counter()
-"""By the id of a config: how often its models were borrowed."""
+_lock = threading.RLock()  # guards the loans: threads may begin and end with one model
+_loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()  # by model; models of one config share a loan
+_borrows: Counter[int] = Counter()  # by the id of a config: how often its models were borrowed
 
 
 def borrow(model: Any, user: object) -> None:

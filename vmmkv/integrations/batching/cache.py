@@ -22,8 +22,7 @@ from .packed import Packed, append_and_attend, kept_in
 from .requests import Ranks, Requests
 from .weights import Weights
 
-MAX_BATCH_TOKENS = 8192
-"""Tokens of a forward pass at most, as transformers has it without a setting."""
+MAX_BATCH_TOKENS = 8192  # tokens of a forward pass at most, as transformers has it without a setting
 WARMUP = "__warmup_"
 """How transformers names the requests that it makes up for a warm-up; their tokens were never computed."""
 
@@ -45,8 +44,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     ) -> None:
         batching, ranks = continuous_batching_config, Ranks(distributed_helper)
         self.device, self.options, self.weights, self._groups = torch.device(device), options, weights, groups
-        self.stream: Any = None
-        """The stream of forward passes."""
+        self.stream: Any = None  # the stream of forward passes
         self.kv_caches = make_caches(options, groups, batching, ranks)
         windows = [group.window for group in groups]
         self.requests = Requests(self.kv_caches, windows, weights, ranks, reuse=batching.allow_block_sharing)
@@ -62,8 +60,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             for index, (group, cache) in enumerate(zip(groups, self.kv_caches))
             for number, layer in enumerate(group.layers)
         }
-        self._packed: dict[int, Packed] = {}
-        """By layer group: where the tokens of the current pass are."""
+        self._packed: dict[int, Packed] = {}  # by layer group: where the tokens of the current pass are
         self._counts: tuple[int, int] | None = None
         """Sequences of the next pass, and those with more than one new token; None: as many as its tensors have room
         for, as in a CUDA graph, which serves other batches too."""

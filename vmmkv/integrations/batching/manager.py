@@ -17,20 +17,22 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, dra
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
-from ..request_checks import (
-    check_generation,
-    check_length,
-    check_sampling,
-    end_ids,
-    token_ids,
-    vocabulary_of,
-    within_vocabulary,
-)
-from ..with_names import with_names
 from .attention import borrow, give_back
 from .batches import forget_graphs
 from .cache import RowCache
-from .config import check_processors, compiles, with_defaults
+from .config import (
+    check_generation,
+    check_length,
+    check_processors,
+    check_sampling,
+    compiles,
+    end_ids,
+    token_ids,
+    vocabulary_of,
+    with_defaults,
+    with_names,
+    within_vocabulary,
+)
 from .groups import Options, can_be_captured, check_pool, devices_of, groups_of
 from .processor import RowProcessor
 from .requests import Ranks
@@ -40,8 +42,7 @@ from .weights import Weights
 logger = logging.get_logger(__name__)
 
 
-started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()
-"""By model: the managers that were started."""
+started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()  # by model: the managers that were started
 
 
 def settings(config: Any) -> str:
@@ -71,17 +72,12 @@ class RowManager(their_api.ContinuousBatchingManager):
         # A copy: logits processors are made for it, and the caller may change its own.
         generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
         self._processor: RowProcessor | None = None
-        self._asleep: ExitStack | None = None
-        """What ends a sleep, while requests wait for that."""
-        self._sleeping = threading.Lock()
-        """Guards it."""
-        self._pauses = 0
-        """How many callers have the model."""
-        self._pausing = threading.Lock()
-        """Guards their number."""
+        self._asleep: ExitStack | None = None  # what ends a sleep, while requests wait for that
+        self._sleeping = threading.Lock()  # guards it
+        self._pauses = 0  # how many callers have the model
+        self._pausing = threading.Lock()  # guards their number
         self._starting = threading.Lock()
-        self.made_by = made_by
-        """The settings that it was made for; a caller may keep the manager for others."""
+        self.made_by = made_by  # the settings that it was made for; a caller may keep the manager for others
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)

@@ -13,14 +13,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api as their_api
 
 from ...errors import ArgumentError, UnsupportedAttentionError, UnsupportedError, VmmkvError
-from ..request_checks import check_length, token_ids, vocabulary_of
-from ..with_names import with_names
 from .attention import ALONE, left_alone, restore
+from .config import check_length, token_ids, vocabulary_of, with_names
 from .groups import Options
 from .manager import RowManager, settings, started
 
-KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps a persistent manager."""
+KEPT = "_cached_continuous_batching_manager"  # where transformers keeps a persistent manager
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
 """Arguments that transformers' `generate_batch` heeds."""
 

@@ -19,21 +19,13 @@ from ..attention import kernels_take
 
 
 class Packed(NamedTuple):
-    """Where the tokens of a batch are: int32 tensors on its device.
+    """Where the tokens of a batch are: int32 tensors on its device."""
 
-    Attributes:
-        cu_seqlens: `[batch + 1]`, where the new tokens of each sequence begin; those behind the last are padding.
-        rows: `[batch]`, the row of each sequence.
-        starts: `[batch]`, its tokens, new ones left out.
-        lengths: `[batch]`, its tokens, new ones included.
-        max_prompts: the most sequences that have more than one new token; 0: each has one.
-    """
-
-    cu_seqlens: Tensor
-    rows: Tensor
-    starts: Tensor
-    lengths: Tensor
-    max_prompts: int
+    cu_seqlens: Tensor  # `[batch + 1]`, where new tokens of each sequence begin; those behind the last are padding
+    rows: Tensor  # `[batch]`, the row of each sequence
+    starts: Tensor  # `[batch]`, its tokens, new ones left out
+    lengths: Tensor  # `[batch]`, its tokens, new ones included
+    max_prompts: int  # the most sequences that have more than one new token; 0: each has one
 
     def news(self) -> list[tuple[int, int, slice]]:
         """Of each sequence the row, the tokens before the new ones, and where these are."""

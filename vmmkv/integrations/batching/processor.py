@@ -12,14 +12,13 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ...errors import UnsupportedAttentionError
-from ..with_names import with_names
 from .attention import NAME
 from .batches import RowBatch, RowBatchesAhead, RowRunner, sides
 from .cache import RowCache, RowOffloading
+from .config import with_names
 from .scheduler import RowScheduler, children_of
 
-MANY_TOKENS = 1 << 40
-"""More than a forward pass can read: attention reads rows, not copies of them."""
+MANY_TOKENS = 1 << 40  # more than a forward pass can read: attention reads rows, not copies of them
 STUCK = "No requests can be scheduled and no requests can be offloaded."
 """transformers' error where no request can go on for want of memory."""
 

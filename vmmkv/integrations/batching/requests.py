@@ -23,8 +23,7 @@ from ...sequence import Sequence
 from .weights import Weights
 
 NO_ROOM = (OutOfPagesError, OutOfRowsError)
-FAILED = -float("inf")
-"""What a process that fails contributes to a minimum."""
+FAILED = -float("inf")  # what a process that fails contributes to a minimum
 
 
 class Ranks:
@@ -70,25 +69,17 @@ class Request:
     """A sequence for each layer group."""
 
     sequences: list[Sequence]
-    switches: int
-    """How often adapters had changed when the request began."""
-    tokens: int = 0
-    """Tokens that every sequence holds."""
-    known: int = 0
-    """Tokens that other requests may begin with."""
+    switches: int  # how often adapters had changed when the request began
+    tokens: int = 0  # tokens that every sequence holds
+    known: int = 0  # tokens that other requests may begin with
 
     def __post_init__(self) -> None:
         self.rows = [each.index for each in self.sequences]
 
 
 class Requests:
-    """The requests of an engine.
-
-    Args:
-        caches: the cache of each layer group.
-        windows: of each, the tokens that a token attends to, itself included; 0: all before it.
-        reuse: requests begin with cached prefixes, and leave theirs. Not with windows: their first tokens are gone.
-    """
+    """The requests of an engine, on the cache and window of each layer group (0: all tokens). With `reuse` they begin
+    with cached prefixes, and leave theirs; not with windows, whose first tokens are gone."""
 
     def __init__(
         self, caches: list[KVCache], windows: list[int], weights: Weights, ranks: Ranks, *, reuse: bool
@@ -99,10 +90,8 @@ class Requests:
         self.pools = [[cache for cache in caches if cache.pool is pool] for pool in pools]
         """The caches on each pool; there is one pool for each device."""
         self._requests: dict[str, Request] = {}
-        self._grown: set[str] = set()
-        """Requests that were given room for their next token when the step began."""
-        self._is_full = False
-        """A request could not begin in this step; those behind it wait as well."""
+        self._grown: set[str] = set()  # requests that were given room for their next token when the step began
+        self._is_full = False  # a request could not begin in this step; those behind it wait as well
         self._is_refused = False
         """The driver has refused pages that the limit allows, and no request has freed pages since."""
 
@@ -116,11 +105,8 @@ class Requests:
     # ------------------------------------------------------------------ begin and grow
 
     def begin_step(self, decoding: Iterable[tuple[str, int]]) -> None:
-        """Make room for one token in each request that decodes, in all of them or none, by one call for each cache.
-
-        Args:
-            decoding: the names of these requests, and the tokens that they hold.
-        """
+        """Make room for one token in each request that decodes, by its name and the tokens that it holds: in all or
+        none, by one call for each cache."""
         self._is_full, self._grown = False, set()
         known = ((name, held, self._requests.get(name)) for name, held in decoding)
         growing = {name: each for name, held, each in known if each and each.tokens == held}
@@ -142,15 +128,8 @@ class Requests:
         return False
 
     def begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> int | None:
-        """Start a request with the cached prefix of its tokens.
-
-        Args:
-            expected: tokens that the request will have soon.
-            token_ids: its first tokens; None: it begins empty.
-
-        Returns:
-            how many tokens it begins with; None if there is no room.
-        """
+        """Start a request, which will have `expected` tokens soon, with the cached prefix of its first tokens. Returns
+        how many tokens it begins with; None if there is no room."""
         self.end(name)  # of a step in which it had no room
         if self._is_full:
             return None
