@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from conftest import PATIENCE, calls, join
-from parity.batching import NEW, answer, config
+from parity.batching import NEW, config
 from test_continuous_batching import (
     CHILDREN,
     ByHand,
@@ -28,7 +28,7 @@ from test_continuous_batching import (
 )
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, tiny_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import vmmkv
@@ -36,9 +36,8 @@ from vmmkv.integrations import batching
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups
 from vmmkv.integrations.batching.attention import attend_rows
+from vmmkv.integrations.batching.groups import CACHE
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.whole_layers import CACHE
-from vmmkv.integrations.request_checks import BESIDE_TOKENS, check_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -124,7 +123,7 @@ NOT_DONE: list[dict[str, Any]] = [
     {"num_beams": 4}, {"stop_strings": ["x"]}, {"max_time": 1.0}, {"guidance_scale": 3.0},
     {"sequence_bias": {(5,): 3.0}}, {"forced_eos_token_id": 3},
     {"forced_bos_token_id": 3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 3},
-    *({name: True, "return_dict_in_generate": True} for name in BESIDE_TOKENS),
+    {"output_scores": True}, {"output_hidden_states": True},
 ]  # fmt: skip
 """Settings of `generate` that transformers' continuous batching ignores, or ends with."""
 
@@ -146,104 +145,38 @@ def test_settings_that_a_batch_does_not_heed_are_refused(model: PreTrainedModel,
 
 
 def test_nothing_that_a_batch_is_told_is_lost(model: PreTrainedModel) -> None:
-    """What transformers would leave out without a word is refused; what says nothing new is not."""
+    """What transformers would leave out without a word is refused."""
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     lost = (
         {"nonsense": 1}, {"logits_processor": [1]}, {"temperature": 0.1}, {"do_sample": True}, {"past_key_values": [1]},
         {"stopping_criteria": [1]}, {"cache_implementation": "static"}, {"repetition_penalty": 3.0},
-        {"input_ids": torch.tensor([[5]])},
+        {"input_ids": torch.tensor([[5]])}, {"attention_mask": torch.tensor([[0]])},
     )  # fmt: skip
     for told in lost:
         with pytest.raises(vmmkv.ArgumentError, match=next(iter(told))):
             model.generate_batch([expected.prompt], **config(), **told)
-    same = {"input_ids": torch.tensor([expected.prompt]), "attention_mask": torch.ones(1, len(expected.prompt))}
-    results = model.generate_batch([expected.prompt], **config(), **same, do_sample=False, past_key_values=None)
+    results = model.generate_batch([expected.prompt], **config(), past_key_values=None)
     assert [result.generated_tokens for result in results.values()] == [expected.tokens]
 
 
-def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel) -> None:
-    """`generate` hands its padded tensors to `generate_batch`, which knows of no padding."""
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1 << 30, "pad_token_id": 0}
-    ids = torch.randint(2, VOCABULARY, (2, 12))
-    mask = torch.ones_like(ids)
-    expected = model.generate(ids, attention_mask=mask, **options)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)[0].equal(expected)
-    mask[0, :5] = 0
-    with pytest.raises(vmmkv.UnsupportedError, match="an attention_mask with zeros"):
-        model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for num_beams=3"):
-        model.generate(ids, cache_implementation="paged", num_beams=3, **options)
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
-def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
-    """Before any work, however it is given. A length that `max_new_tokens` overrides is none; where nobody asks for
-    one, `generate` has its own, or the model's."""
-
-    def generate(**asked: Any) -> torch.Tensor:
-        told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
-        return model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged", **told)
-
-    rows.enable(model, pool=pool(100), max_seq_len=20)
-    with patch.object(type(model), "generate_batch", side_effect=AssertionError):
-        for name, value in (("num_return_sequences", 2), ("return_dict_in_generate", True), ("max_length", 8)):
-            with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
-                generate(**{name: value}, do_sample=name == "num_return_sequences")
-    assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
-    for length in (None, 8):
-        by_default = patch.object(model.generation_config, "max_length", length)
-        with by_default, pytest.raises(vmmkv.UnsupportedError, match="asked for the length by default, which generate"):
-            generate(max_length=None)
-
-
-@pytest.mark.parametrize("pad", [0, None])
-def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
-    """Answers that end before others; the last id that ends one, where there is none for padding."""
-    model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
-    model.generation_config.pad_token_id = pad
-    (long, ends), random = ([], []), Random()
-    while not ends:
-        prompts = [[random.randrange(2, VOCABULARY) for _ in range(12)] for _ in range(2)]
-        if (short := answer(model, prompts[0])) and (long := answer(model, prompts[1])):
-            ends = [token for token in short.tokens[:-1] if token not in long.tokens]
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [ends[0], 1 << 20]}
-    ids = torch.tensor(prompts)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert expected[0, -1] == (ends[0] if pad is None else pad)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, cache_implementation="paged", **options)[0].equal(expected)
-    results = model.generate_batch(prompts, GenerationConfig(**options, cache_implementation="paged"))
-    assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]
-
-
-def test_paged_generation_says_that_a_request_failed(model: PreTrainedModel) -> None:
-    """A tensor has no place for that: the answer would be a short one, or padded."""
-    rows.enable(model, pool=pool(4), max_seq_len=100)
-    with pytest.raises(vmmkv.VmmkvError, match="request req_0 ended with an error: "):
-        model.generate(torch.full((1, 60), 5), cache_implementation="paged", max_new_tokens=30, do_sample=False)
-
-
-def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
-    """Also where it is given by place; and only of continuous batching. What others have put in the place of `generate`
-    stays there."""
+def test_generate_does_not_run_continuous_batching(model: PreTrainedModel) -> None:
+    """It would drop arguments; and only as long as the model is on rows. What others have put in the place of
+    `generate` stays there, and a model that comes back from a file refuses when it is enabled again."""
     ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
-    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: -scores)
-    expected = model.generate(ids, options["generation_config"], processors)
+    expected = model.generate(ids, **options)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, logits_processor=processors, **options).equal(expected)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        model.generate(ids, logits_processor=processors, cache_implementation="paged", **options)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        model.generate(ids, options["generation_config"], processors, cache_implementation="paged")
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for custom_generate"):
-        model.generate(ids, custom_generate=print, cache_implementation="paged", **options)
-    plain = transformers.LogitsProcessorList()
-    assert model.generate(ids, logits_processor=plain, cache_implementation="paged", **options).shape == (1, 1, 3 + NEW)
-    rows.disable(model)
-    assert "generate" not in vars(model)
+    assert model.generate(ids, **options).equal(expected)
+    kept, wrapped = pickle.loads(pickle.dumps(model)), model.generate
+    rows.enable(kept, pool=pool(100), max_seq_len=100)
+    for each in (model, kept):
+        with pytest.raises(vmmkv.UnsupportedError, match="call generate_batch"):
+            each.generate(ids, cache_implementation="paged", **options)
+        rows.disable(each)
+        assert "generate" not in vars(each)
+    with patch.object(type(model), "generate", return_value="theirs"):
+        assert wrapped(ids, cache_implementation="paged", **options) == "theirs"
     model.generate = others = Mock()
     try:
         rows.enable(model, pool=pool(100), max_seq_len=100)
@@ -252,33 +185,6 @@ def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedMo
         assert model.generate is others
     finally:
         del model.generate
-
-
-def test_generate_refuses_only_as_long_as_a_model_is_on_rows(model: PreTrainedModel) -> None:
-    """Who has wrapped it calls it later, too; and one that comes back from a file refuses when it is enabled again."""
-    ids = torch.tensor([[5, 6, 7]])
-    options = {"cache_implementation": "paged", "generation_config": config()["generation_config"]}
-    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: scores)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    kept = pickle.loads(pickle.dumps(model))
-    wrapped = model.generate
-    rows.disable(model)
-    with patch.object(type(model), "generate", return_value="theirs"):
-        assert wrapped(ids, logits_processor=processors, **options) == "theirs"
-    rows.enable(kept, pool=pool(100), max_seq_len=100)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        kept.generate(ids, logits_processor=processors, **options)
-    rows.disable(kept)
-    assert "generate" not in vars(kept)
-
-
-@pytest.mark.parametrize("container", [torch.tensor, np.array, tuple, set])
-def test_generate_is_told_what_ends_a_request_in_any_container(model: PreTrainedModel, container: Any) -> None:
-    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
-    first = int(model.generate(ids, **options)[0, 3])
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    answer = model.generate(ids, eos_token_id=container([first, 1 << 20]), cache_implementation="paged", **options)
-    assert answer.flatten().tolist() == [5, 6, 7, first]
 
 
 @pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")
@@ -307,7 +213,7 @@ def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedM
 
 
 def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:
-    """transformers would return it, and work as it did. What is left open is as it was."""
+    """transformers would return it, and work as it did: another one is made. What is left open is as it was."""
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     options, kept = config(), {"persistent_manager": True}
@@ -316,17 +222,12 @@ def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrai
         assert result.generated_tokens == expected.tokens
     manager = model.init_continuous_batching()
     assert manager is model.init_continuous_batching(**options)
-    other = config(return_logprobs=True)
-    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
-        model.generate_batch([expected.prompt], **other, **kept)
-    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
-        model.init_continuous_batching(**other)
-    other["generation_config"].do_sample = True
-    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
-        model.init_continuous_batching(other["generation_config"])
-    options["generation_config"].update(do_sample=True)  # its caller's own, too
-    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
-        model.generate_batch([expected.prompt], **options, **kept)
+    model.generate_batch([expected.prompt], **config(return_logprobs=True), **kept)
+    assert (other := model.init_continuous_batching()) is not manager
+    options["generation_config"].update(temperature=0.5, do_sample=True)  # its caller's own, too
+    model.generate_batch([expected.prompt], options["generation_config"], **kept)
+    assert model.init_continuous_batching() is not other
+    assert model.init_continuous_batching().generation_config.do_sample
 
 
 def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedModel) -> None:
@@ -341,15 +242,6 @@ def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedM
         with pytest.raises(vmmkv.BusyError, match="warm up a manager that runs"):
             served.manager.warmup()
         served.check([expected])
-
-
-def test_ids_that_end_a_request_are_in_no_order() -> None:
-    ids = [None, -1, 2, [2], [2, 3], [3, 2], [3, 4]]
-    means = [{-1}, {-1}, {2}, {2}, {2, 3}, {2, 3}, {3, 4}]
-    for asked, wanted in zip(ids, means):
-        for used, has in zip(ids, means):
-            with nullcontext() if wanted == has else pytest.raises(vmmkv.ArgumentError, match="eos_token_id"):
-                check_same(GenerationConfig(eos_token_id=asked), GenerationConfig(eos_token_id=used))
 
 
 def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
@@ -595,7 +487,7 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
 
 
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
+    with pytest.raises(ValueError, match="a pool has its own"):
         rows.enable(model, pool=pool(10), max_bytes="1GiB")
     with pytest.raises(vmmkv.ArgumentError, match="got pool=3"):
         rows.enable(model, pool=3)

@@ -30,17 +30,15 @@ from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import initialization, model_runner
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
 from vmmkv.integrations.batching.batches import SEQUENCES
-from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
-from vmmkv.integrations.scaled_states import ScaledStates
+from vmmkv.integrations.states import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -186,47 +184,10 @@ def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> No
     model.tuned.active_adapters = [name]
 
 
-@pytest.mark.parametrize("when", ["before it moves", "while it is there"])
-def test_nothing_begins_with_what_two_adapters_have_made_of_one_that_was_on_the_host(when: str) -> None:
-    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
-    model, random, expected = copy.deepcopy(one), Random(), None
-    model.peft_config, model.tuned = {}, Adapted()
-    rows.enable(model, pool=pool(600), max_seq_len=600)
-    by_hand = ByHand(model, cpu_offload_space=0.001)
-    processor = by_hand.processor
-    while expected is None:  # two tokens were as likely
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
-        moved, stays = (by_hand.manager.add_request(prompt, max_new_tokens=new) for new in (100, 30))
-        for _ in range(5):
-            by_hand.step()
-        if when == "before it moves":
-            switch_adapter(model, other, "other")
-            for _ in range(9):
-                by_hand.step()
-        processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
-        with patch.object(RowCache, "count_storable_requests", return_value=0):
-            assert processor.offloading_manager.offload_requests()
-        assert processor.cache.requests.is_away(moved)
-        switch_adapter(model, other, "other")
-        while by_hand.step():
-            pass
-        done = [by_hand.manager.get_result() for _ in range(2)]
-        results = {each.request_id: each.generated_tokens for each in done}
-        assert results.keys() == {moved, stays}
-        switch_adapter(model, one, "one")
-        expected = answer(one, [*prompt, *results[moved], 5])
-    by_hand.manager.add_request(expected.prompt)
-    while by_hand.step():
-        pass
-    assert by_hand.manager.get_result().generated_tokens == expected.tokens
-    by_hand.end()
-    rows.disable(model)
-
-
 def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
     ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=False)
+        requests = Requests([cache], [0], adapters, ONE, reuse=True)
         requests.begin("before", 40, ids)
         assert requests.admit("before", 0, 40, expected=40)
         adapters.use("other")
@@ -634,9 +595,8 @@ def test_forward_passes_are_compiled_as_the_config_says(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["llama-gqa", "mistral", "gemma2", "gpt-oss"], indirect=True)
-def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
-    """Which any layer of its kind, of passes with prompts or of decode, may be: so there is one, or two of other sizes.
-    Once nobody runs on rows, layers are as before."""
+def test_compiled_passes_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
+    """Attention lies between compiled parts of a layer; of each kind of layers all share one program, or two."""
     programs: list[list[str]] = []
 
     def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -649,18 +609,8 @@ def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
     torch.compiler.reset()
     with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling) as served:
         served.check(expected)
-        served.manager.stop(block=True)
-        assert not any(
-            "forward" in vars(each) for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
-        )
-        served.manager.start()
-        served.check(expected)
-    layers = [targets for targets in programs if any("attend_inside" in target for target in targets)]
     kinds = len({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
-    assert kinds <= len(layers) <= 3 * kinds
-    for targets in layers:
-        assert sum("attend_inside" in target for target in targets) == 1
-        assert sum("linear" in target for target in targets) >= 4
+    assert kinds <= sum(sum("linear" in target for target in targets) >= 2 for targets in programs) <= 8 * kinds
     torch.compiler.reset()
 
 

@@ -14,12 +14,11 @@ from parity.batching import config
 from test_continuous_batching import Served
 from test_rollouts import answers, check, make_pool, physical, wait_until
 from test_rollouts import model as model
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching.scheduler import CHILD
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -170,42 +169,6 @@ def test_sleep_while_a_manager_comes_to_its_end(model: PreTrainedModel) -> None:
             join(thread)
 
 
-def test_memory_that_others_took_meanwhile(model: PreTrainedModel) -> None:
-    """A request of two layer groups of which one was moved comes back when it goes on."""
-    two = tiny_model("gemma3", "eager", "cpu")
-    expected, pool = answers(two, 3, new=60), make_pool()
-    rows.enable(two, pool=pool)
-    suspend, count = vmmkv.Sequence.suspend, 0
-
-    def no_room(sequence: vmmkv.Sequence) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise vmmkv.OutOfHostMemoryError("full")
-        suspend(sequence)
-
-    def resume(sequence: vmmkv.Sequence) -> None:
-        raise vmmkv.OutOfPagesError("taken", requested=1, available=0)
-
-    try:
-        with Served(two, cpu_offload_space=0.01) as served:
-            names, done = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60), {}
-            wait_until(lambda: pool.stats().used_bytes)
-            with (
-                served.manager.pause(),
-                patch.object(vmmkv.Sequence, "suspend", no_room),
-                patch.object(vmmkv.Sequence, "resume", resume),
-                pytest.raises(vmmkv.OutOfHostMemoryError),
-            ):
-                rows.sleep(two, offload=True)
-            while len(done) < 3:
-                if result := served.manager.get_result(timeout=PATIENCE):
-                    done[result.request_id] = result.generated_tokens
-        assert [done[name] for name in names] == [each.tokens for each in expected]
-    finally:
-        rows.disable(two)
-
-
 def test_a_call_without_answers_raises(model: PreTrainedModel) -> None:
     """Where its manager has failed before it took requests."""
     rows.enable(model, max_bytes=1, raise_errors=True)
@@ -220,32 +183,3 @@ def test_a_call_with_other_settings_by_place(model: PreTrainedModel) -> None:
     told = config(max_batch_tokens=64)
     results = model.generate_batch([each.prompt for each in expected], *told.values())
     assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
-
-
-@pytest.mark.parametrize("children", [0, 2])
-def test_what_ends_or_forks_while_it_is_away(model: PreTrainedModel, children: int) -> None:
-    """As in a sleep while a batch runs behind which a request ends, or forks, that the next batch has no room for."""
-    expected = answers(model, 3, new=2)
-    rows.enable(model, pool=make_pool())
-    options = config(cpu_offload_space=0.01, num_return_sequences=children + 1, max_batch_tokens=200)
-    manager = model.init_continuous_batching(**options)
-    manager.batch_processor = processor = manager._create_batch_processor()
-    try:
-        names = [manager.add_request(each.prompt, max_new_tokens=2) for each in expected]
-        done, requests = {}, processor.cache.requests
-        while not done or processor.has_pending_requests():
-            if processor.prepare_next_batch():
-                processor._generation_step(model)
-                requests.put_all_away()
-                processor.update_batch()
-            while result := manager.get_result(timeout=0):
-                assert result.error is None
-                done[result.request_id] = result.generated_tokens
-        tokens = dict(zip(names, (each.tokens for each in expected)))
-        forked = {f"{name}{CHILD}{number}": tokens[name] for name in names for number in range(children)}
-        assert done == tokens | forked
-        assert not any(name in requests for name in done)
-        assert not requests.caches[0].stats().tokens
-    finally:
-        processor.reset()
-        model.set_attn_implementation("eager")

@@ -30,8 +30,7 @@ from transformers.utils import logging
 
 import vmmkv
 from vmmkv.integrations import attention
-from vmmkv.integrations.masks import make_mask
-from vmmkv.integrations.spans import Spans
+from vmmkv.integrations.masks import Spans, make_mask
 
 IN_SIMULATOR = ["gemma2-wide", "gpt-oss-wide"]
 """Windows, soft caps and sinks between the two: the simulator takes seconds for each."""

@@ -42,8 +42,8 @@ from transformers import (
 
 import vmmkv
 from vmmkv.integrations.attention import kernels_take
+from vmmkv.integrations.states import WholeRows
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.integrations.whole_rows import WholeRows
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -131,24 +131,6 @@ def test_turns_and_copies(name: str, device: str) -> None:
 
 
 @pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
-def test_a_mask_without_kernels_reads_live_tokens_only(name: str, device: str) -> None:
-    """SDPA cannot know where rows have no memory, or, behind a window, none any more."""
-    model = tiny_model(name, "vmmkv", device)
-    tokens = random_tokens(model, 2, 60)
-    mask = torch.ones_like(tokens)
-    mask[:, ::5] = 0
-    expected, logits = [], []
-    for cache, results in zip(caches(model, compile=True), (expected, logits)):
-        for start in range(0, 60, 20):
-            seen = slice(start, start + 20)
-            with torch.no_grad():
-                output = model(tokens[:, seen], attention_mask=mask[:, : seen.stop], past_key_values=cache)
-            results.append(output.logits[mask[:, seen].bool()])
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.usefixtures("_uncompiled")
 def test_a_wrong_guess_of_the_shape_does_no_harm(device: str) -> None:
     """The kernels could take what is announced, but not what comes."""
     model = tiny_model("llama-gqa", "vmmkv", device)
@@ -229,35 +211,6 @@ def test_whole_rows_are_for_vmmkv_only(others: str, device: str) -> None:
             cache.reset()
 
 
-@pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
-@pytest.mark.simulator
-def test_masks_for_tokens_without_memory_are_refused(name: str, device: str) -> None:
-    """A mask of the caller's own, where the sizes of another were asked for."""
-    model = tiny_model(name, "vmmkv", device)
-    tokens = random_tokens(model, 1, 41)
-    whole, hidden = torch.zeros(1, 1, 1, 200, device=device), torch.finfo(torch.float32).min
-    whole[..., 41:] = hidden
-    whole[..., : 40 - WINDOW + 1] = hidden  # of a window there is no more
-    position = torch.tensor([[40]], device=device)
-    behind, before = whole.clone(), whole.clone()
-    behind[..., 41] = before[..., 0] = 0
-    refused = [whole[..., :1], torch.zeros_like(whole), behind, *([before] if "mistral" in name else [])]
-    prompt = vmm_cache(model.config, device, compile=True)
-    with torch.no_grad():
-        model(tokens[:, :40], past_key_values=prompt, attention_mask=holes(tokens[:, :40]))
-        for mask in [*refused, whole]:
-            cache = copy.deepcopy(prompt)
-            cache.get_mask_sizes(1, 0)
-            with nullcontext() if mask is whole else pytest.raises(vmmkv.UnsupportedAttentionError, match="mask"):
-                model(tokens[:, 40:], past_key_values=cache, attention_mask=mask, position_ids=position)
-
-
-def holes(tokens: torch.Tensor) -> torch.Tensor:
-    """An attention mask that no kernel takes."""
-    return (torch.arange(tokens.shape[1], device=tokens.device) % 5 > 0).long().expand_as(tokens)
-
-
 # ---------------------------------------------------------------------- parity of the cache's own operations
 
 
@@ -282,7 +235,7 @@ class Pair:
     def reset(self) -> None:
         self.cache.reset()
         self.reference = DynamicCache(config=self.config)  # 5.17 zeroes it, but keeps its length
-        self.rows, self.newest, self.reserved = int(self.random.integers(1, 4)), 0, 0
+        self.rows, self.newest = int(self.random.integers(1, 4)), 0
         kinds = self.random.permutation(["text", "text", "image", "silent"])
         windows = [kind == "sliding_attention" for kind in self.config.layer_types]
         self.layers: dict[str, list[int]] = {"text": [], "image": [], "silent": []}
@@ -346,27 +299,22 @@ def test_random_operations(seed: int, compile: bool, width: int, device: str) ->
     pair = Pair(compile, width, device, random, recording=seed % 3 == 0)
     looking, others = seed % 2 == 0, []
     operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
-    operations += ["graph"] * 4 + ["reserve"] if pair.has_whole_rows else []
+    operations += ["graph"] * 4 if pair.has_whole_rows else []
     for _ in range(60):
         operation, tokens = random.choice([*operations, "reset"]), int(random.integers(1, 13))
         if operation == "reset" or pair.length > 150:
             pair.reset()
         elif operation == "forward" or not pair.length:
             pair.forward(tokens, is_asked=bool(random.integers(2)))
-        elif operation == "graph" and not pair.reserved:
+        elif operation == "graph":
             pair.forward(tokens, is_asked=True, graph=True)
-        elif operation == "graph" and pair.length + tokens <= pair.reserved:
-            pair.forward(tokens, is_asked=False, graph=True)
         elif operation == "ask":
             pair.cache.get_mask_sizes(tokens, pair.layers["text"][0])
             pair.cache.get_mask_sizes(tokens + 1, pair.layers["text"][0])  # so that no pass that comes was asked for
             pair.cache.get_mask_sizes(40, pair.layers["text"][0])
         elif operation == "crop" and pair.recording:
             pair.both("crop", -int(random.integers(0, pair.newest + 1)))
-            pair.newest, pair.reserved = 0, pair.reserved if pair.length else 0
-        elif operation == "reserve":
-            pair.reserved = max(pair.reserved, pair.length + 20)
-            pair.cache.reserve(pair.length + 20)
+            pair.newest = 0
         elif operation == "reorder":
             pair.both("reorder_cache", torch.from_numpy(random.integers(0, pair.rows, pair.rows)).to(device))
         elif operation == "repeat" and pair.rows <= 4:
@@ -459,8 +407,8 @@ def test_compiled_by_hand(name: str, device: str) -> None:
     step = torch.compile(model, fullgraph=True, **mode)
     with torch.no_grad():
         tokens = [prompt, model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)]
-        cache.reserve(12 + NEW)
         while len(tokens) < 1 + NEW:
+            cache.get_mask_sizes(1, 0)
             tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat(tokens, 1), expected)
     check_one_graph()
@@ -481,64 +429,23 @@ def test_layers_of_different_shapes(device: str) -> None:
         kv = [torch.randn(2, 2, heads, tokens, 64, device=device) for heads in (2, 2, 6, 4)]
         expected = [states for index, (k, v) in enumerate(kv) for states in reference.update(k, v, index)]
         if tokens == 1:
-            cache.reserve(length)
+            cache.get_mask_sizes(1, 0)
         for states, reference_states in zip((forward if tokens > 1 else step)(kv), expected):
             assert torch.equal(states.states[:, :, :length] if tokens == 1 else states, reference_states)
 
 
-@pytest.mark.simulator
-def test_reserved_room_stays(device: str) -> None:
-    """Whatever else happens before, or between, passes that the host does not see: a page holds 4 tokens."""
-    model = tiny_model("llama-gqa-wide", "vmmkv", device)
-    reference, cache = caches(model, compile=True)
-    step = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        for each in (cache, reference):
-            model(random_tokens(model, 3, 4), past_key_values=each)
-        cache.reserve(16)
-        for each in (cache, reference):
-            each.batch_select_indices(torch.tensor([2, 0], device=device))
-        for length in range(5, 19):
-            token = random_tokens(model, 2, 1, seed=length)
-            run = step if 5 < length < 17 else model
-            logits = run(token, past_key_values=cache).logits
-            torch.testing.assert_close(logits, model(token, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
-            for kv_cache in cache.kv_caches:
-                kv_cache.check()
-                assert used_pages(cache) >= 2 * -(-16 * kv_cache.layout.token_bytes // kv_cache.page_size)
-        cache.reset()
-        with pytest.raises(ValueError, match="after a prompt"):
-            cache.reserve(16)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BY_HAND)
-def test_captured_by_hand(name: str) -> None:
-    model = tiny_model(name, "vmmkv", "cuda")
+def test_captured_by_hand() -> None:
+    """Nobody would map pages for replays."""
+    model = tiny_model("llama-gqa-wide", "vmmkv", "cuda")
     prompt = random_tokens(model, 2, 12)
-    expected = generate(model, prompt, past_key_values=DynamicCache(config=model.config))
-    cache = vmm_cache(model.config, "cuda", compile=True)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.stream(stream):
-        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
-        tokens = [prompt, token.clone()]
-        twin = copy.deepcopy(cache)
-        model(token, past_key_values=twin)  # kernels compile before the capture
-        plain = vmm_cache(model.config, "cuda")
-        model(prompt, past_key_values=plain)
-        for refused in (cache, plain):
-            with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
-                model(token, past_key_values=refused)
-            graph = torch.cuda.CUDAGraph()
-        cache.reserve(12 + NEW)
-        with torch.cuda.graph(graph):
-            token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
-        while len(tokens) < 1 + NEW:
-            graph.replay()
-            tokens.append(token.clone())
-    stream.synchronize()
-    assert torch.equal(torch.cat(tokens, 1), expected)
-    assert cache.get_seq_length() == 12 + NEW - 1
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        for compile in (True, False):
+            cache = vmm_cache(model.config, "cuda", compile=compile)
+            token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+            model(token, past_key_values=copy.deepcopy(cache))  # kernels compile before the capture
+            with pytest.raises(vmmkv.StreamCaptureError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                model(token, past_key_values=cache)
 
 
 # ---------------------------------------------------------------------- memory
@@ -594,8 +501,6 @@ def test_what_cannot_map_pages_says_so(device: str) -> None:
     """Before anything is written: compiled passes that nobody has announced, also after some that were."""
     config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2}, attn_implementation="vmmkv")
     cache, reference = vmm_cache(config, device, compile=True), DynamicCache(config=config)
-    with pytest.raises(ValueError, match="after a prompt"):
-        cache.reserve(20)
 
     def forward(kv: list[torch.Tensor], is_asked: bool = False, cache: Cache = cache) -> None:
         if is_asked:
@@ -612,40 +517,20 @@ def test_what_cannot_map_pages_says_so(device: str) -> None:
             run(kv)
             forward(kv, cache=reference)
         for tokens, is_asked in ((1, False), (1, True), (2, False)):
-            with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+            with pytest.raises(Exception, match="outside of the graph"):
                 step(random_kv(device, 2, tokens), is_asked)
         cache.get_mask_sizes(1, 0)
-        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+        with pytest.raises(Exception, match="outside of the graph"):
             step(random_kv(device, 2, 2))
         with pytest.raises(Exception, match=r"batch of 3.*holds 2"):
             step(random_kv(device, 3, 1))
         for each in (cache, reference):
             each.batch_select_indices(torch.tensor([1, 0], device=device))  # gives back what was for the pass to come
-        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+        with pytest.raises(Exception, match="outside of the graph"):
             step(random_kv(device, 2, 1))
         for layer, expected in zip(cache.layers, reference.layers):
             assert torch.equal(layer.keys, expected.keys)
             assert torch.equal(layer.values, expected.values)
-    with pytest.raises(vmmkv.SequenceTooLongError, match="max_seq_len=200"):
-        cache.reserve(201)
-    with pytest.raises(ValueError, match="compile=True"):
-        vmm_cache(config, device).reserve(20)
-
-
-@pytest.mark.simulator
-def test_no_write_goes_beyond_what_was_reserved() -> None:
-    """On a GPU the device itself stops, which ends its context."""
-    model = tiny_model("llama-gqa-wide", "vmmkv", "cpu")
-    cache = vmm_cache(model.config, "cpu", 20, compile=True)
-    step = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        model(random_tokens(model, 2, 5), past_key_values=cache)
-        for reserved in (8, 20):
-            cache.reserve(reserved)
-            while int(cache.get_seq_length()) < reserved:
-                step(random_tokens(model, 2, 1), past_key_values=cache)
-            with pytest.raises(vmmkv.StreamCaptureError, match=rf"token {reserved}.*room for {reserved}"):
-                step(random_tokens(model, 2, 1), past_key_values=cache)
 
 
 def test_a_compiled_pass_that_fails_in_the_middle(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,21 +575,23 @@ def test_the_longest_sequence_and_no_more(device: str) -> None:
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_decode_step_with_another_mask_than_left_padding(compile: bool, device: str) -> None:
-    """Holes, padding on the right, too short a mask: SDPA runs, with what is left."""
+    """Holes, padding on the right, too short a mask: SDPA runs, but not on whole rows."""
     model, eager = (tiny_model("llama-gqa-wide", attention, device) for attention in ("vmmkv", "eager"))
     tokens = random_tokens(model, 2, 10)
     masks = [torch.ones_like(tokens) for _ in range(3)]
     masks[0][0, 4], masks[1][1, 9], masks[2] = 0, 0, masks[2][:, :6]
     for mask in masks:
-        logits = []
+        logits, refused = [], pytest.raises(vmmkv.UnsupportedAttentionError, match="without compile=True")
         for each, cache in (
             (eager, DynamicCache(config=eager.config)),
             (model, vmm_cache(model.config, device, compile=compile)),
         ):
             with torch.no_grad():
                 each(tokens[:, :9], past_key_values=cache)
-                logits.append(each(tokens[:, 9:], attention_mask=mask, past_key_values=cache).logits)
-        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+                with refused if compile and each is model else nullcontext():
+                    logits.append(each(tokens[:, 9:], attention_mask=mask, past_key_values=cache).logits)
+        if not compile:
+            torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.simulator
@@ -716,7 +603,7 @@ def test_inside_of_graphs_a_mask_with_holes_is_never_taken_for_left_padding() ->
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         model(tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
-        cache.reserve(8)
+        cache.get_mask_sizes(1, 0)
         mask[0, 3] = 0
         with inside_a_graph(), pytest.raises(RuntimeError, match="pad on the left"):
             model(tokens[:, 7:], attention_mask=mask, past_key_values=cache)
@@ -738,7 +625,7 @@ def test_an_interrupted_pass_is_told_of_with_any_mask(compile: bool, device: str
         with pytest.raises(RuntimeError, match="in the middle"):
             model(tokens[:, 9:], past_key_values=cache)
         hook.remove()
-        with pytest.raises(vmmkv.UnfinishedPassError):
+        with pytest.raises((vmmkv.UnfinishedPassError, vmmkv.UnsupportedAttentionError)):
             model(tokens[:, 9:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
 
@@ -753,7 +640,7 @@ def test_other_attention_is_refused(name: str | None) -> None:
 
 @pytest.mark.parametrize("config", [MoshiConfig, ProphetNetConfig])
 def test_models_whose_own_code_reads_whole_rows_are_refused(config: type[PreTrainedConfig]) -> None:
-    with pytest.raises(vmmkv.UnsupportedError, match=f"is a {config.model_type}.*without it"):
+    with pytest.raises(vmmkv.UnsupportedError, match=f"compile=True for {config.model_type}"):
         VmmCache(config(attn_implementation="vmmkv"), 100, compile=True)
 
 
@@ -789,8 +676,6 @@ def test_without_kernels_nothing_is_compiled(name: str, device: str) -> None:
         generated.append(logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat(generated, 1), expected)
     assert not cache.is_compileable
-    with pytest.raises(vmmkv.UnsupportedError, match="works uncompiled"):
-        cache.reserve(40)
     cache.reset()
     assert torch.equal(generate(model, tokens, past_key_values=cache), expected)
     assert not counters["inductor"]

@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
-from contextlib import suppress
-from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, seed_alone
+from conftest import on_driver, seed_alone
 from faulty import FaultyDriver
 from generation import (
     LENGTHS,
@@ -263,23 +261,6 @@ def compiled(cache: VmmCache, reference: DynamicCache, tokens: int) -> None:
             assert torch.equal(states.states[:, :, :length], wanted)
 
 
-@pytest.mark.usefixtures("kernels_for_all")
-def test_what_was_reserved_is_shared_with_nobody() -> None:
-    """Tokens may be dropped, and others written by hand, without a word."""
-    cache, reference = pair(2, 50, compile=True)
-    twin, expected = copy.deepcopy(cache), copy.deepcopy(reference)
-    twin.reserve(80)
-    third = copy.deepcopy(twin)
-    assert third.kv_caches != twin.kv_caches
-    for each in (twin, expected):
-        each.crop(-30)
-    compiled(twin, expected, 3)
-    compiled(twin, expected, 1)
-    check(twin, expected)
-    check(third, reference)
-    check(cache, reference)
-
-
 @pytest.mark.parametrize("call", ["copy", "map", "set_access", "create"])
 def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
     for skip in range(6):
@@ -345,82 +326,6 @@ def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
     check(cache, reference)
 
 
-@pytest.mark.few(8)
-@pytest.mark.usefixtures("reference_kernels")
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "qwen3-next", "llama-gqa-wide", "gemma3-wide", "gemma4"])
-@pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}], ids=str)
-def test_generate_comes_to_hold_a_prompt_once(name: str, mode: dict) -> None:
-    """It repeats prompts before the model reads them: they lie apart while it does, and once from then on."""
-    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
-    prompts, rows = random_tokens(model, 2, 90), 8
-    outputs, took = [], []
-    for cache in caches(model, compile=compile, lookahead=0):
-
-        def look(ids: torch.Tensor, scores: torch.Tensor, cache: Cache = cache) -> torch.Tensor:
-            if isinstance(cache, VmmCache):
-                longest = max(cache.kv_caches, key=lambda kv_cache: kv_cache.stats().tokens)
-                parts = 1 + (neighbours_that_differ(longest, rows, 90) if "do_sample" in mode else 1)
-                took.append((longest.stats().pages["used"], ids.shape[1] * longest.layout.token_bytes, parts))
-            return scores
-
-        seed_alone(3)
-        arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": left_padding(prompts)}
-        outputs.append(model.generate(prompts, past_key_values=cache, logits_processor=[look], **arguments))
-    assert torch.equal(*outputs)
-    (apart, nbytes, parts), *then = took
-    page_size = PAGE_SIZE["cpu"]
-    assert apart == rows * -(-nbytes // page_size)
-    full = nbytes // (LARGE * page_size) * LARGE or nbytes // page_size  # at least: other pages of large frames are own
-    for used_then, nbytes_then, _ in then:
-        assert used_then <= parts * full + rows * (-(-nbytes_then // page_size) - full), "each prompt once, and tails"
-
-
-def neighbours_that_differ(kv_cache: vmmkv.KVCache, rows: int, tokens: int) -> int:
-    """How often a row's first tokens differ from those of the row before: kernels may round equal rows otherwise."""
-    layers = [states[:rows, :tokens] for layer in range(kv_cache.layout.num_layers) for states in kv_cache.kv(layer)]
-    return sum(any(not torch.equal(each[row - 1], each[row]) for each in layers) for row in range(1, rows))
-
-
-@pytest.mark.parametrize("seed", range(4 * ROUNDS))
-def test_equal_prompts_share_and_no_others(seed: int) -> None:
-    """Of random bytes, some of which are NaN. Neighbours are equal, or differ in a bit of one layer."""
-    random = Random(seed)
-    rows, tokens = random.randint(2, 6), random.randint(10, 150)
-    kept, config = tokens, LlamaConfig(**DECODER)
-    if random.random() < 0.3:
-        config = MistralConfig(**DECODER, sliding_window=random.randint(10, 60))
-        kept = min(tokens, config.sliding_window - 1)
-    cache, reference = pair(lookahead=0, config=config)
-    layers = [random_bits(2, 1, 2, tokens, 16).repeat(1, rows, 1, 1, 1) for _ in cache.layers]
-    differing = [row for row in range(1, rows) if random.random() < 0.4]
-    for row in differing:
-        random.choice(layers)[random.randrange(2), row:, random.randrange(2), -random.randint(1, kept)] ^= 1 << row
-    chunks = random.choice([[tokens], [tokens // 2, tokens - tokens // 2]])
-    for begin, end in pairwise(accumulate(chunks, initial=0)):
-        write_bits([states[:, :, :, begin:end] for states in layers], cache, reference)
-    apart = used(cache)
-    write_bits([random_bits(2, rows, 2, 1, 16) for _ in layers], cache, reference)
-    if len(chunks) == 1:  # of several, rows that come to differ share the first
-        pages = full_pages(cache, kept) if isinstance(config, LlamaConfig) else kept // 4
-        assert used(cache) == apart + rows * (kept % 4 == 0) - (rows - 1 - len(differing)) * pages
-    if isinstance(config, LlamaConfig):
-        dropped = random.randint(1, tokens)
-        for cropped in random.choice([[cache, reference], [*cache.layers, *reference.layers]]):
-            cropped.crop(-dropped)
-    for count in (1, 20):
-        write_bits([random_bits(2, rows, 2, count, 16) for _ in layers], cache, reference)
-    for kv_cache in cache.kv_caches:
-        kv_cache.check()
-
-
-def test_prompts_that_take_all_memory_are_shared() -> None:
-    cache, reference = pair(lookahead=0, max_bytes=4 * 12 * PAGE_SIZE["cpu"])
-    write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 4, 1, 1, 1) for _ in cache.layers], cache, reference)
-    for _ in range(2):
-        write_bits([random_bits(2, 4, 2, 1, 16) for _ in cache.layers], cache, reference)
-    assert used(cache) == 11 + 4
-
-
 def test_a_window_of_one_token_keeps_none_to_share() -> None:
     """Without a cache: `DynamicCache` keeps all tokens behind a window of one."""
     config = MistralConfig(**DECODER, sliding_window=1)
@@ -429,41 +334,6 @@ def test_a_window_of_one_token_keeps_none_to_share() -> None:
     expected = model.generate(prompts, use_cache=False, do_sample=False, **LENGTHS)
     cache = VmmCache(config, 200, page_size=PAGE_SIZE["cpu"])
     assert torch.equal(model.generate(prompts, past_key_values=cache, do_sample=False, **LENGTHS), expected)
-
-
-@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
-def test_sharing_that_fails_leaves_what_was_or_is_refused(call: str) -> None:
-    for skip in range(6):
-        driver = FaultyDriver(open_driver("cpu", 4096))
-        pool = on_driver(driver, vmmkv.FramePool, "16MiB")
-        cache, reference = VmmCache(LlamaConfig(**DECODER), 400, pool=pool), DynamicCache(config=LlamaConfig(**DECODER))
-        write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 3, 1, 1, 1) for _ in cache.layers], cache, reference)
-        new = [random_bits(2, 3, 2, 1, 16) for _ in cache.layers]
-        fault = driver.fail(call, skip)
-        with suppress(vmmkv.DriverError):
-            write_bits(new, cache, copy.deepcopy(reference))
-            cache.crop(-1)
-        driver.heal()
-        assert fault.was_met or skip
-        try:
-            write_bits(new, cache, reference)
-        except vmmkv.UnfinishedPassError:
-            cache.reset()
-            reference = DynamicCache(config=LlamaConfig(**DECODER))
-            write_bits(new, cache, reference)
-        for kv_cache in cache.kv_caches:
-            kv_cache.check()
-
-
-def random_bits(*shape: int) -> torch.Tensor:
-    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
-
-
-def write_bits(layers: list[torch.Tensor], cache: VmmCache, reference: DynamicCache) -> None:
-    """A pass of K and V, int32 `[2, rows, heads, tokens, head_dim]` for each layer; both must hold the same bits."""
-    for index, (k, v) in enumerate(states.view(torch.float32) for states in layers):
-        pairs = zip(cache.update(k, v, index), reference.update(k, v, index))
-        assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
 
 def test_a_batch_without_room_for_more_is_as_before() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import io
 import pickle
 import warnings
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import each_with_few, open_drivers_with, run_python, seed_alone
+from conftest import each_with_few, open_drivers_with, seed_alone
 from generation import LENGTHS, PAGE_SIZE, caches, random_tokens, vmm_cache
 from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -29,8 +28,6 @@ from vmmkv.driver.driver import open_driver
 from vmmkv.integrations.batch import Batch
 from vmmkv.integrations.layers import VmmLayer
 from vmmkv.integrations.transformers import VmmCache
-
-INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 4}
 
 HYBRIDS = {
     "falcon-h1": (
@@ -75,28 +72,8 @@ HYBRIDS = {
             "layer_types": ["hybrid", "hybrid_sliding"] * 2,
         },
     ),
-    "deepseek-v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MODELS["deepseek-v3"][2], **INDEXER}),
-    "minimax-m3": (
-        "MiniMaxM3VLForCausalLM",
-        "MiniMaxM3VLTextConfig",
-        {
-            **DECODER,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "dense_intermediate_size": 64,
-            "shared_intermediate_size": 16,
-            "rotary_dim": 4,
-            "index_n_heads": 2,
-            "index_head_dim": 8,
-            "index_block_size": 4,
-            "index_topk_blocks": 2,
-            "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-            "mlp_layer_types": ["dense"] * 4,
-        },
-    ),
 }
-"""Their layers keep K and V beside the states of linear attention, or the keys of an indexer."""
+"""Their layers keep K and V beside the states of linear attention."""
 
 
 def make_model(model_class: str, config_class: str, sizes: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
@@ -160,14 +137,14 @@ def test_hybrid_layers(name: str, num_beams: int, device: str) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_layers_between_generations(name: str) -> None:
-    """A copy and a pickle go on as the original does; a reset makes room for another number of sequences."""
+    """A copy goes on as the original does; a reset makes room for another number of sequences."""
     model = make_model(*HYBRIDS[name])
     cache, reference = vmm_cache(model.config, "cpu"), DynamicCache(config=model.config)
     prompt, more = random_tokens(model, 2, 20), random_tokens(model, 2, 3, seed=5)
     with torch.no_grad():
         for each in (cache, reference):
             model(prompt, past_key_values=each)
-        twins = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
+        twins = [copy.deepcopy(cache), cache]
         expected = model(more, past_key_values=reference).logits
         for twin in twins:
             torch.testing.assert_close(model(more, past_key_values=twin).logits, expected, atol=1e-4, rtol=1e-4)
@@ -175,7 +152,7 @@ def test_hybrid_layers_between_generations(name: str) -> None:
     check_same_tokens(model, [DynamicCache(config=model.config), cache])
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1", "zamba2", "deepseek-v32"])
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1", "zamba2"])
 def test_sequences_are_selected_with_all_that_layers_keep(name: str) -> None:
     """Against the same sequences in another order from the start."""
     model = tiny_model(name, "sdpa", "cpu") if name in MODELS else make_model(*HYBRIDS[name])
@@ -393,7 +370,11 @@ def test_methods_take_what_those_of_a_dynamic_cache_take(config: PreTrainedConfi
     cache, reference = vmm_cache(config, "cpu"), DynamicCache(config=config)
     for ours, theirs in ((cache, reference), *zip(cache.layers, reference.layers, strict=True)):
         for name in public(theirs):
-            if callable(getattr(theirs, name)) and name not in ("layer_class_to_replicate",):
+            if callable(getattr(theirs, name)) and name not in (
+                "layer_class_to_replicate",
+                "batch_repeat_interleave",
+                "batch_select_indices",
+            ):
                 parameters = inspect.signature(getattr(theirs, name)).parameters
                 assert list(inspect.signature(getattr(ours, name)).parameters) == list(parameters), name
 
@@ -410,31 +391,23 @@ def test_a_shallow_copy_is_an_alias(config: PreTrainedConfig) -> None:
     assert made[0].get_seq_length() == 0
 
 
-def test_assignments_write_over_what_is_there(config: PreTrainedConfig) -> None:
+def test_assignments_are_refused(config: PreTrainedConfig) -> None:
     cache, reference = vmm_cache(config, "cpu"), DynamicCache(config=config)
     forward(2, 9, cache, reference)
-    for layer, expected in zip(cache.layers, reference.layers, strict=True):
-        for each in (layer, expected):
-            each.keys = each.keys.flip(2)
-            each.values = each.values * 2
-            each.values *= 3
-    forward(2, 1, cache, reference)
+    for each in (cache, reference):
+        each.layers[1].values.mul_(3)
+    with pytest.raises(AttributeError):
+        cache.layers[1].keys = cache.layers[1].keys * 2
     check_same_state(cache, reference)
-    layer = cache.layers[1]
-    for states, error, message in (
-        (layer.keys[:, :, 1:], vmmkv.ShapeError, r"\[2, 2, 9, 16\].*layer 1 holds \[2, 2, 10, 16\].*crop\(\)"),
-        (layer.keys.half(), vmmkv.DtypeError, "float16.*float32"),
-        (layer.keys.to("meta"), vmmkv.DeviceError, "meta"),
-        (None, vmmkv.ArgumentError, r"reset\(\)"),
-        (layer.keys.clone().requires_grad_(), vmmkv.AutogradError, "gradients"),
-    ):
-        with pytest.raises(error, match=message):
-            layer.keys = states
-        with pytest.raises(error, match=message):
-            layer.values = states
-    check_same_state(cache, reference)
-    with pytest.raises(vmmkv.ShapeError, match="holds nothing"):
-        vmm_cache(config, "cpu").layers[0].keys = random_kv(1, 1)[0]
+
+
+def test_one_layer_is_not_asked_for_other_sequences(config: PreTrainedConfig) -> None:
+    cache, order = vmm_cache(config, "cpu"), torch.tensor([1, 0])
+    cache.layers[0].reorder_cache(order)
+    forward(2, 9, cache)
+    for method in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+        with pytest.raises(vmmkv.UnsupportedError, match="VmmCache"):
+            getattr(cache.layers[0], method)(order)
 
 
 def test_offloading_is_refused(config: PreTrainedConfig) -> None:
@@ -453,15 +426,15 @@ def test_what_cannot_be_written_is_named(config: PreTrainedConfig) -> None:
     cache, reference = vmm_cache(config, "cpu"), DynamicCache(config=config)
     k, v = random_kv(2, 1)
     refused = [
-        ((k, v, 99), vmmkv.OutOfRangeError, "layer 99; this cache has 4 layers"),
-        ((k, v, "0"), vmmkv.ArgumentError, "layer '0'"),
+        ((k, v, 99), IndexError, ""),
+        ((k, v, "0"), TypeError, ""),
         ((k, v.int(), 0), vmmkv.DtypeError, "K as torch.float32 and V as torch.int32"),
-        ((k.numpy(), v, 3), vmmkv.ArgumentError, "ndarray and Tensor as K and V of layer 3"),
-        ((k, None, 3), vmmkv.ArgumentError, "Tensor and NoneType"),
+        ((k.numpy(), v, 3), vmmkv.ShapeError, "K ndarray"),
+        ((k, None, 3), (vmmkv.ShapeError, AttributeError), "NoneType"),
         ((k[0], v[0], 3), vmmkv.ShapeError, r"K \[2, 1, 16\].*layer 3.*batch_size"),
         ((k[0, 0, 0], v[0, 0, 0], 2), vmmkv.ShapeError, r"K \[16\].*layer 2"),
         ((k, v[:1], 2), vmmkv.ShapeError, r"V \[1, 2, 1, 16\] for layer 2"),
-        ((*random_kv(2, 20), 99), vmmkv.OutOfRangeError, "layer 99"),
+        ((*random_kv(2, 20), 99), IndexError, ""),
         ((random_kv(2, 20)[0], random_kv(2, 19)[0], 0), vmmkv.ShapeError, r"\[2, 2, 20, 16\] and V \[2, 2, 19, 16\]"),
     ]
     for _ in range(2):
@@ -522,8 +495,6 @@ def test_of_no_sequences_nothing_is_left(config: PreTrainedConfig, nothing: Any)
     assert [kv_cache.stats().tokens for kv_cache in cache.kv_caches] == [0, 0]
     forward(2, 9, cache, reference)
     check_same_state(cache, reference)
-    cache.layers[1].batch_select_indices(torch.tensor([], dtype=torch.long))
-    assert cache.get_seq_length(1) == 0
 
 
 def test_selections_of_sequences_that_are_not_there(config: PreTrainedConfig) -> None:
@@ -608,113 +579,10 @@ def test_a_copy_of_a_compiled_cache_whose_window_has_moved(device: str) -> None:
         assert torch.equal(whole.states[:, :, 1351 - WINDOW : 1351], recent)
 
 
-# ---------------------------------------------------------------------- saving
-
-
-def saved(cache: VmmCache, how: str) -> bytes:
-    if how == "pickle":
-        return pickle.dumps(cache)
-    file = io.BytesIO()
-    torch.save(cache, file)
-    return file.getvalue()
-
-
-LOAD = """
-    import pickle, sys
-    from pathlib import Path
-    import torch
-    folder = Path(sys.argv[1])
-    k, v = torch.load(folder / "next")
-    for how in ("pickle", "torch.save"):
-        file = folder / how
-        loaded = pickle.loads(file.read_bytes()) if how == "pickle" else torch.load(file, weights_only=False)
-        states = [tuple(map(torch.clone, loaded.update(k, v, layer))) for layer in range(len(loaded))]
-        torch.save((loaded.get_seq_length(), states), folder / f"{how}.out")
-"""
-
-
-def test_saved_tokens_are_loaded_by_another_process(config: PreTrainedConfig, tmp_path: Path) -> None:
-    cache, reference = vmm_cache(config, "cpu"), DynamicCache(config=config)
-    for tokens in (30, *[1] * 20):
-        forward(3, tokens, cache, reference)
-    kv = random_kv(3, 2)
-    torch.save(kv, tmp_path / "next")
-    for how in ("pickle", "torch.save"):
-        (tmp_path / how).write_bytes(saved(cache, how))
-    process = run_python(LOAD, str(tmp_path))
-    assert process.returncode == 0, process.stderr
-    expected = [reference.update(*kv, layer) for layer in range(len(reference))]
-    for how in ("pickle", "torch.save"):
-        length, states = torch.load(tmp_path / f"{how}.out")
-        assert length == 52
-        assert all(torch.equal(*pair) for layer in zip(states, expected, strict=True) for pair in zip(*layer))
-
-
-@pytest.mark.gpu
-def test_tokens_are_loaded_onto_another_device(config: PreTrainedConfig) -> None:
-    cache, reference = vmm_cache(config, "cuda"), DynamicCache(config=config)
-    for index in range(len(cache)):
-        k, v = random_kv(2, 9)
-        cache.update(k.cuda(), v.cuda(), index)
-        reference.update(k, v, index)
-    loaded = torch.load(io.BytesIO(saved(cache, "torch.save")), weights_only=False, map_location="cpu")
-    assert {kv_cache.device.type for kv_cache in loaded.kv_caches} == {"cpu"}
-    forward(2, 1, loaded, reference)
-    check_same_state(loaded, reference)
-
-
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_nothing_but_tokens_is_saved(config: PreTrainedConfig, how: str) -> None:
-    """Neither what a window has left behind, nor what another batch has left in the pages."""
-    secret, kept = random_kv(2, 40), random_kv(2, 40)
-    cache = vmm_cache(config, "cpu")
-    for index in range(len(cache)):
-        cache.update(*secret, index)
-    cache.reset()
-    for tokens in (slice(20), slice(20, None)):
-        for index in range(len(cache)):
-            cache.update(*(states[:, :, tokens] for states in kept), index)
-    cache.crop(0)
-    data = saved(cache, how)
-    token_bytes = kept[0][0, :, 0].numel() * 2 * 4
-    assert len(data) < 20_000 + 2 * (2 * 40 + 2 * (WINDOW - 1)) * token_bytes
-
-    def is_there(states: torch.Tensor) -> bool:
-        return any(states[row, head, token].numpy().tobytes() in data for row, head, token in np.ndindex(2, 2, 40))
-
-    assert is_there(kept[0])
-    assert not is_there(secret[0])
-    assert not is_there(secret[1])
-
-
-def test_saving_an_empty_cache(config: PreTrainedConfig) -> None:
-    cache = vmm_cache(config, "cpu")
-    for _ in range(2):
-        loaded, reference = pickle.loads(pickle.dumps(cache)), DynamicCache(config=config)
-        assert loaded.get_seq_length() == 0
-        forward(2, 9, loaded, reference)
-        check_same_state(loaded, reference)
-        forward(3, 5, cache)
-        cache.reset()
-
-
-def test_a_cache_between_two_layers_is_saved(config: PreTrainedConfig) -> None:
-    """Layers that have no tokens yet save none."""
-    cache, reference = vmm_cache(config, "cpu"), DynamicCache(config=config)
-    kv = random_kv(2, 9)
-    for index in range(2):
-        cache.update(*kv, index)
-        reference.update(*kv, index)
-    loaded = pickle.loads(pickle.dumps(cache))
-    for index in range(2, 4):
-        loaded.update(*kv, index)
-        reference.update(*kv, index)
-    check_same_state(loaded, reference)
-
-
-def test_compiled_caches_are_not_saved(config: PreTrainedConfig) -> None:
-    with pytest.raises(vmmkv.UnsupportedError, match=r"compile=True.*deepcopy"):
-        pickle.dumps(vmm_cache(config, "cpu", compile=True))
+def test_caches_are_not_saved(config: PreTrainedConfig) -> None:
+    for compile in (False, True):
+        with pytest.raises(vmmkv.UnsupportedError, match="deepcopy"):
+            pickle.dumps(vmm_cache(config, "cpu", compile=compile))
 
 
 # ---------------------------------------------------------------------- several devices
@@ -774,9 +642,9 @@ def test_each_device_has_rows_of_its_own(config: PreTrainedConfig, devices: list
         each.reorder_cache(torch.tensor([1, 0]))
         each.batch_repeat_interleave(2)
         each.batch_select_indices(torch.tensor([3, 0, 1]))
-    twin, loaded = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    twin = copy.deepcopy(cache)
     assert places(twin) == expected
-    for each in (cache, twin, loaded):
+    for each in (cache, twin):
         check_same_state(each, reference)
     forward_on(devices, 3, 1, twin, copy.deepcopy(reference))
     check_same_state(cache, reference)
@@ -869,5 +737,4 @@ def test_a_model_on_two_gpus(name: str) -> None:
         output = model.generate(tokens, past_key_values=cache, do_sample=False, **mode, **LENGTHS)
         assert torch.equal(output, expected)
         assert {kv_cache.device.index for kv_cache in cache.kv_caches} == {0, 1}
-        assert pickle.loads(pickle.dumps(cache)).get_seq_length() == cache.get_seq_length()
         cache.reset()

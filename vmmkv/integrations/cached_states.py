@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ..errors import LayoutError
 
-TOKENS = 3
-"""Of the forward pass: fewer than any attention window has."""
+TOKENS = 3  # of the forward pass: fewer than any attention window has
 
 KNOWN_LAYERS = {
     "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
@@ -46,10 +45,6 @@ def cached_states(config: Mapping[str, Any] | object) -> list[LayerStates] | Non
 
     Args:
         config: the content of a `config.json`, or a transformers config.
-
-    Raises:
-        LayoutError: transformers refuses the config, the model does not run without weights, or its layers keep
-            something else than K and V for each token, or nothing.
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     kind = f"{model_type} of transformers {transformers.__version__}"
