@@ -260,9 +260,9 @@ def test_rollouts() -> None:
             assert 0 < step["first_token_s"] < step["rollout_s"]
             assert 0 < step["peak_kv_bytes"] <= step["budget_bytes"]
             assert step["kv_bytes_before_backward"] == 0
-    assert in_blocks["naps"] == []
-    assert on_rows["naps"][0]["freed_bytes"] > 0
-    assert on_rows["naps"][0]["asleep_bytes"]["most"] == 0
+    assert in_blocks["naps"] == {}
+    assert on_rows["naps"]["freed_bytes"] > 0
+    assert on_rows["naps"]["taken_bytes"]["most"] == 0
     assert "sides are" in invoke(rollouts, "--side", "nowhere").output
 
 
