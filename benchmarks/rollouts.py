@@ -39,23 +39,18 @@ from .geometry import free_memory, synchronize
 from .output import Lines, Row, deliver
 from .serve.report import shown
 
-
-class Side(NamedTuple):
-    """Where K and V are: the share of free memory that blocks have, None on rows; and whether the manager is kept."""
-
-    share: float | None = None
-    is_kept: bool = False
-
-
 KEPT = "rows-kept"
-SIDES = {
-    "blocks-40%": Side(0.4),
-    "rows": Side(),
-    "blocks-50%": Side(0.5),
-    KEPT: Side(is_kept=True),
-    "blocks-90%": Side(0.9),
-    "blocks-50%-kept": Side(0.5, is_kept=True),
+SIDES: dict[str, tuple[float, bool]] = {
+    "blocks-40%": (0.4, False),
+    "rows": (0, False),
+    "blocks-50%": (0.5, False),
+    KEPT: (0, True),
+    "blocks-90%": (0.9, False),
+    "blocks-50%-kept": (0.5, True),
 }
+"""The share of the free memory that blocks have, 0 on rows; and whether the manager is kept."""
+TOKENS, TOKENS_ON_HOST = (512, 64), (64, 8)
+"""Of the prompt, and of an answer."""
 STEPS = 5
 """Of a fixed size."""
 OF_HOST = 0.01
@@ -73,8 +68,9 @@ GRACE = 15.0
 
 
 class Job(NamedTuple):
-    """What each side does. `most` are the most answers of a step, where memory suffices for any number."""
+    """What a side does. `most` are the most answers of a step, where memory suffices for any number."""
 
+    side: str
     model: str
     generations: int
     prompt: int
@@ -86,10 +82,10 @@ class Job(NamedTuple):
 class Trainer:
     """A model that answers and is trained."""
 
-    def __init__(self, side: Side, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        self.side, self.job = side, job
+        self.job, (share, self.is_kept) = job, SIDES[job.side]
         self.model: Any = build(job.model, None, self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=on_gpu)
         self.prompt = torch.randint(self.model.config.vocab_size, (job.prompt,)).tolist()
@@ -98,10 +94,10 @@ class Trainer:
         self.batching = ContinuousBatchingConfig(
             max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS, auto_switch_to_flash=False
         )
-        if side.share is not None:
-            self.batching.max_memory_percent = side.share * (1 if on_gpu else OF_HOST)
+        if share:
+            self.batching.max_memory_percent = share * (1 if on_gpu else OF_HOST)
         else:
-            rows.enable(self.model, persistent=side.is_kept, raise_errors=True)
+            rows.enable(self.model, persistent=self.is_kept, raise_errors=True)
         self.manager: Any = lambda: None
         """The last manager, if there still is one."""
         self.blocks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -120,9 +116,8 @@ class Trainer:
     def step(self, generations: int) -> Row:
         """A rollout, and a training step on it."""
         start, self.used = perf_counter(), 0
-        kept = {} if self.side.share is None else {"persistent_manager": self.side.is_kept}
-        asked = [self.prompt] * generations
-        told = self.model.generate_batch(asked, self.generation, self.batching, record_timestamps=True, **kept)
+        how = {"record_timestamps": True, "persistent_manager": self.is_kept}
+        told = self.model.generate_batch([self.prompt] * generations, self.generation, self.batching, **how)
         seconds = perf_counter() - start
         answers = [each.generated_tokens for each in told.values()]
         if list(map(len, answers)) != [self.job.tokens] * generations:
@@ -212,13 +207,13 @@ class Trainer:
         }
 
 
-def work(pipe: Connection, side: Side, job: Job) -> None:
+def work(pipe: Connection, job: Job) -> None:
     """What the process of a side does once it is told when to end: it sends what it has found so far. Steps of a fixed
     size, then of twice as many answers until memory does not suffice, then between what fits and what does not."""
     pipe.send("ready")
-    end, trainer, steps, high = pipe.recv(), Trainer(side, job), list[Row](), 0
+    end, trainer, steps, high = pipe.recv(), Trainer(job), list[Row](), 0
     while True:
-        if len(steps) == STEPS and side == SIDES[KEPT]:
+        if len(steps) == STEPS and job.side == KEPT:
             pipe.send({"naps": trainer.naps()})
         low = max((step["generations"] for step in steps if not step["error"]), default=0)
         tried = (low + high) // 2 if high else job.generations if len(steps) < STEPS else 2 * low
@@ -238,7 +233,7 @@ def measure(names: list[str], job: Job, budget_seconds: float) -> Iterator[Row]:
     begun, deadline = [], perf_counter() + budget_seconds
     for name in names:
         ours, theirs = Pipe()
-        process = get_context("spawn").Process(target=work, args=(theirs, SIDES[name], job), daemon=True)
+        process = get_context("spawn").Process(target=work, args=(theirs, job._replace(side=name)), daemon=True)
         process.start()
         theirs.close()
         begun.append((name, process, ours))
@@ -262,8 +257,6 @@ def main(
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = None,
     side: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SIDES)}.")] = None,
     generations: Annotated[int, typer.Option(min=2, help="Answers of a step of fixed size.")] = 16,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Its tokens: 512, or 64 without a GPU.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer: 64, or 8 without a GPU.")] = None,
     cycles: Annotated[int, typer.Option(min=1, help="How often a manager sleeps.")] = 1000,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 150.0,
     json_output: JsonOutput = False,
@@ -273,8 +266,8 @@ def main(
     name, names = model or ("Qwen3-1.7B" if on_gpu else "tiny"), side or list(SIDES)
     if unknown := {*names} - SIDES.keys():
         raise typer.BadParameter(f"--side {', '.join(unknown)}: sides are {', '.join(SIDES)}")
-    sizes = prompt or (512 if on_gpu else 64), tokens or (64 if on_gpu else 8)
-    job = Job(name, generations, *sizes, cycles, 1 << 20 if on_gpu else 2 * generations)
+    sizes, most = (TOKENS, 1 << 20) if on_gpu else (TOKENS_ON_HOST, 2 * generations)
+    job = Job("", name, generations, *sizes, cycles, most)
     result: Row = {"environment": environment(torch.device("cuda", 0) if on_gpu else torch.device("cpu"))}
     result |= job._asdict() | {"token_bytes": token_bytes(CONFIGS[name])}
     result["sides"] = list(measure(names, job, budget_seconds))
@@ -288,6 +281,8 @@ def table(result: Row) -> Lines:
     sides = [row | {"steps": row["steps"][:STEPS]} for row in result["sides"] if row["steps"]]
     sides = [row for row in sides if not any(step["error"] for step in row["steps"])]
 
+    alone = result["generations"] * (result["prompt"] + result["tokens"]) * result["token_bytes"]
+
     def size(name: str, step: int = -1) -> Callable[[Row], str]:
         return lambda row: format_bytes(row["steps"][step][name])
 
@@ -300,12 +295,11 @@ def table(result: Row) -> Lines:
         ),
         f"with {result['generations']}: memory of a training step, peak": size("training_peak_bytes"),
         "K and V before backward": size("kv_bytes_before_backward"),
-        "K and V in use, peak": size("peak_kv_bytes"),
+        f"K and V in use, peak; without sharing {format_bytes(alone)}": size("peak_kv_bytes"),
         "budget of K and V, first step": size("budget_bytes", 0),
         "last step": size("budget_bytes"),
         "rollout, s": seconds("rollout_s"),
         "first token, s": seconds("first_token_s"),
-        "training, s": seconds("training_s"),
         "sleep, ms": lambda row: f"{row['naps']['sleep_ms']:.1f}",
         "memory given back": lambda row: format_bytes(row["naps"]["freed_bytes"]),
         "wake to first token, ms": lambda row: f"{row['naps']['wake_to_first_token_ms']:.1f}",
