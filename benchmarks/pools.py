@@ -31,7 +31,6 @@ from vmmkv.cli.options import Device, JsonOutput, TraceFile
 from vmmkv.cli.output import errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
-from .engine.engine import Engine
 from .engine.model import MODELS, random_model
 from .engine.rows import memory_for
 from .environment import environment
@@ -85,7 +84,18 @@ class Server:
 
     def burst(self) -> Row:
         """Serve all requests at once."""
-        return serve_burst(self.engine, self.work, self.settings)
+        work, engine, driver = self.work, self.engine, self.engine.kv.work()["driver"]
+        prompts = work.prompts(self.settings.model.config.vocab_size, SEED)
+        run = engine.run(prompts, [request.output for request in work.requests], deadline=self.settings.deadline)
+        row = figures(run) if run.running else dict.fromkeys(KEPT)
+        return {name: row[name] for name in KEPT} | {
+            "seconds": run.seconds,
+            "tokens": run.generated,
+            "tokens_in_time": int(run.outputs[run.first <= IN_TIME].sum()),
+            "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
+            "unfinished": len(run.outputs) - run.finished,
+            "driver_ms": (engine.kv.work()["driver"] - driver) * 1e3,
+        }
 
     def give_back(self) -> None:
         """Give all memory back that holds no tokens."""
@@ -141,14 +151,9 @@ class Elsewhere:
         """Call a method."""
         return self._process.submit(call, method, *args)
 
-    def burst(self) -> Row:
-        """Serve all requests at once."""
-        row: Row = self.begin("burst").result()
-        return row
-
-    def give_back(self) -> None:
-        """Give all memory back that holds no tokens."""
-        self.begin("give_back").result()
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Call a method, and wait for what it returns."""
+        return lambda *args: self.begin(method, *args).result()
 
     def close(self) -> None:
         """End the process."""
@@ -165,22 +170,6 @@ def serve(servers: Sequence[Server | Elsewhere]) -> Row:
     return {"tokens": tokens, "seconds": seconds} | speeds | {"bursts": rows}
 
 
-def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
-    """Serve all requests of a workload at once."""
-    prompts = work.prompts(settings.model.config.vocab_size, SEED)
-    before = engine.kv.work()["driver"]
-    run = engine.run(prompts, [request.output for request in work.requests], deadline=settings.deadline)
-    row = figures(run) if run.running else dict.fromkeys(KEPT)
-    return {name: row[name] for name in KEPT} | {
-        "seconds": run.seconds,
-        "tokens": run.generated,
-        "tokens_in_time": int(run.outputs[run.first <= IN_TIME].sum()),
-        "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
-        "unfinished": len(run.outputs) - run.finished,
-        "driver_ms": (engine.kv.work()["driver"] - before) * 1e3,
-    }
-
-
 def move(layout: KVLayout, memory: int, prompt: int, device: torch.device, large_frames: bool) -> list[Row]:
     """Fill the pool with prompts of one cache, and, when they are gone, of the other; three times in turns."""
     pool = pools_of(SHARED, layout, memory, device)[0]
@@ -195,10 +184,10 @@ def move(layout: KVLayout, memory: int, prompt: int, device: torch.device, large
 def move_between(servers: list[Elsewhere], shared: str, memory: int, prompt: int) -> list[Row]:
     """The same on large frames, between the caches of two processes with a shared budget."""
     for server in servers:
-        server.begin("open", shared, memory, prompt).result()
-    rows = in_six_fills(2, True, lambda number: servers[number].begin("fill").result())
+        server.open(shared, memory, prompt)
+    rows = in_six_fills(2, True, lambda number: servers[number].fill())
     for server in servers:
-        server.begin("end").result()
+        server.end()
     return rows
 
 
