@@ -143,9 +143,9 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
         split = share_front(cache, row, part, source, tokens, cursor)
         use(cache, row, part, split, split)
         cursor = next_list(cursor)
-    need = use_rest(cache, row, length, frames_at)
+    need = use_rest(cache, row, length, frames_at, 1)
     if is_over(cache):
-        need = use_rest(cache, row, length, 0)
+        need = use_rest(cache, row, length, frames_at, 0)
     if is_over(cache):
         a.asked, a.available = need & 0xFFFFFFFF, before
         return give_up(cache, row, NO_PAGES, ask)
@@ -174,14 +174,14 @@ def can_be_large(cache: int, frames_at: int) -> int:
 
 
 @inner
-def use_rest(cache: int, row: int, length: int, frames_at: int) -> int:
-    """Makes a row use the pages of so many tokens behind those that it shares. Returns the number of single pages that
+def use_rest(cache: int, row: int, length: int, frames_at: int, up: int) -> int:
+    """Makes a row use the pages of so many tokens behind those that it shares (`up` as in `larges_for`). Returns the number of single pages that
     it lacks, plus `1 << 32` times the number of large frames, which may lie behind the lists of frames."""
     large, singles, larges = pool_of(cache_of(cache).pool).large, 0, 0
     for part in range(cache_of(cache).ranges):
         split = extent_at(cache, row, part).use_first
         end = max(pages_with(cache, part, length), split)
-        found = larges_for(cache, row, part, split, end) if can_be_large(cache, frames_at) else 0
+        found = larges_for(cache, row, part, split, end, up) if can_be_large(cache, frames_at) else 0
         larges += found
         singles += max(end - split - found * large, 0)
         use(cache, row, part, split, max(end, split + found * large))
@@ -227,7 +227,7 @@ def copy_rest(cache: int, row: int, part: int, source: int, tokens: int, larges:
     page, end = e.use_first, e.use_end
     if page >= end:
         return 0
-    larges = min(larges_for(cache, row, part, page, end), larges)
+    larges = min(larges_for(cache, row, part, page, end, 0), larges)
     plan_new(cache, row, part, page, larges, end)
     nbytes = tokens * range_at(cache, part).record - page * pool_of(pool).page_size
     if nbytes > 0:

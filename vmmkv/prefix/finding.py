@@ -148,6 +148,15 @@ def may_adopt(tree: int, row: int, tokens: int) -> int:
 
 
 @inner
+def is_below_large(tree: int, tokens: int) -> int:
+    """Whether so many tokens fill no large frame in any range, or the cache has none."""
+    t, below = tree_of(tree), 1
+    for part in range(t.ranges if cache_of(t.cache).large else 0):
+        below &= tokens * parts_of(tree)[part].record < t.large * t.page_size
+    return below
+
+
+@inner
 def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) -> int:
     """Finds most of the first tokens: in frames, and in a row where that has more. Lists the frames, and writes what
     was found. Returns the node with the last token."""
@@ -181,7 +190,7 @@ def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) ->
         lost = nodes[holders[row].node].end - tokens  # tokens of the row that others could have found
         if holders[row].parked and lost <= count_frames(tree) and may_adopt(tree, row, tokens):
             f.action = ADOPT
-        elif is_all:
+        elif is_all and not is_below_large(tree, tokens):  # few tokens may be copied: see `plan_hit`
             row = -1
     if tokens == 0:
         return 0
@@ -268,6 +277,9 @@ def plan_hit(
     if f.row < 0 and list_all(tree, f.tokens, 0) < f.tokens:
         whole = f.tokens
         list_all(tree, f.tokens, over)
+    if over and f.row >= 0 and is_below_large(tree, f.tokens) and not is_below_large(tree, max(expected, whole)):
+        for part in range(t.ranges):  # a copy: behind shared single pages there could be no large frames
+            view(t.list_at, t.ranges, np.int64)[part] = 0
     code = plan_share(t.cache, ticket, given, f.tokens, whole, t.list_at, ask)
     if code > RING:
         hold_row(tree, row, ticket >> ROW_BITS, split(tree, node, f.tokens))
