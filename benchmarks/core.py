@@ -108,18 +108,15 @@ class Bench:
         cache = self.cache(4 * BATCH, BATCH, 4)
         base = self.driver.reserve(BATCH * 4 * self.size)
 
-        def by_core(extend: Callable[[list[Sequence]], Callable[[], object]]) -> Callable[[], float]:
-            def run() -> float:
-                sequences = [cache.start(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
-                grow = extend(sequences)
-                for _ in range(3):
-                    grow()
-                took = microseconds(grow)
-                cache.free(sequences)
-                cache.pool.trim_to()
-                return took
-
-            return run
+        def by_core() -> float:
+            sequences = [cache.start(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
+            grow = cache.batch(sequences).extend
+            for _ in range(3):
+                grow()
+            took = microseconds(grow)
+            cache.free(sequences)
+            cache.pool.trim_to()
+            return took
 
         def by_hand() -> float:
             handles: list[int] = []
@@ -137,11 +134,7 @@ class Bench:
                 self.hand.release(each)
             return took
 
-        sides: Sides = {
-            "core": by_core(lambda sequences: cache.batch(sequences).extend),
-            "core, by list": by_core(lambda sequences: lambda: cache.extend(sequences, 1)),
-        }
-        return sides | ({"by hand": by_hand} if crossing else {})
+        return {"core": by_core} | ({"by hand": by_hand} if crossing else {})
 
     def ending(self, parked: int) -> tuple[Sides, Sides]:
         """Free a sequence of four pages, and start one on its row, beside parked rows."""

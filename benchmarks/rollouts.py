@@ -6,9 +6,7 @@ GRPO by hand, with random weights and a reward that is made up: `generate_batch`
 step of AdamW trains all weights on the answers. transformers' cache has a share of the memory that is free; rows have
 no share to choose. A manager is made for each rollout, or kept. Each side runs in a process of its own, one after
 another: some steps of a fixed size, at last steps with more and more answers, until the memory does not suffice. On
-rows that are kept a manager also sleeps and wakes many times.
-
-Without a GPU a tiny model runs, speeds say nothing, and memory suffices.
+rows that are kept a manager also sleeps and wakes many times. Without a GPU a tiny model runs, and memory suffices.
 """
 
 from __future__ import annotations
@@ -57,10 +55,8 @@ OF_HOST = 0.01
 """Of a share on the host, where memory is other programs' as well."""
 BATCH_TOKENS, REQUESTS = 2048, 64
 """Of a forward pass."""
-EVERY = 0.005
-"""Seconds between two looks at the memory of K and V."""
-REQUEST_EVERY = 20
-"""Sleeps; before and after others there is no request."""
+EVERY, REQUEST_EVERY = 0.005, 20
+"""Seconds between two looks at the memory of K and V, and sleeps between two requests."""
 CLOSE = 4
 """The search ends where what is too large is larger than what fits by one part in so many."""
 GRACE = 15.0
@@ -249,7 +245,7 @@ def measure(names: list[str], job: Job, budget_seconds: float) -> Iterator[Row]:
                 found |= pipe.recv()
         process.kill()
         process.join()
-        errors.print(f"{name}: {perf_counter() - start:.1f} s, {found['most']} answers", highlight=False)
+        errors.print(f"{name}: {perf_counter() - start:.1f} s, {found['most']} answers")
         yield found
 
 

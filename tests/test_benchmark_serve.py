@@ -161,7 +161,7 @@ def test_continuous_batching_is_measured_on_rows_and_blocks(monkeypatch: pytest.
     app = typer.Typer()
     app.command()(batching.main)
     sizes = "--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB"
-    done = CliRunner().invoke(app, [*sizes, "--attention", "sdpa", "--json"])
+    done = CliRunner().invoke(app, [*sizes, "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert [(row["system"], row["round"]) for row in result["served"]] == [("rows", 0), ("blocks, sdpa", 0)]

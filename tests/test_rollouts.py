@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -199,3 +201,25 @@ def test_equal_prompts_begin_together_once_one_is_computed(model: PreTrainedMode
         done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
         assert manager.current_batch <= NEW + 2
     assert all(done[name].generated_tokens == one.tokens for name in names)
+
+
+def test_a_request_waits_for_memory_of_another_process(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which has live tokens there, and a pool with the same budget."""
+    monkeypatch.setattr("vmmkv.ledger.cache_folder", lambda: tmp_path)
+    where: dict[str, Any] = {"device": "cpu", "page_size": PAGE_SIZE, "shared": "two"}
+    layout, (one,) = vmmkv.KVLayout(2, 2, 16, torch.float32), answers(model, 1)
+    with (
+        closing(vmmkv.FramePool(40 * PAGE_SIZE, **where)) as pool,
+        closing(vmmkv.FramePool(40 * PAGE_SIZE, **where)) as other,
+        vmmkv.KVCache(layout, 1, 320, pool=other, lookahead=0, large_frames=False) as cache,
+    ):
+        held = cache.sequence(8 * 39)
+        rows.enable(model, pool=pool)
+        with model.continuous_batching_context_manager(**config()) as manager:
+            manager.add_request(one.prompt)
+            assert manager.get_result(timeout=8) is None
+            held.free()
+            assert manager.get_result(timeout=60).generated_tokens == one.tokens
+        rows.disable(model)

@@ -50,6 +50,8 @@ class Lender:
         self._pool, self.ledger, self._page_size = weakref.ref(pool), ledger, pool.driver.page_size
         self.attainable = 0
         """Bytes that the pool could have, as of the last look: what other processes neither use nor have reserved."""
+        self.used_by_others = 0
+        """Bytes of live tokens of other processes, as of the last look."""
         self._asking: Any = threading.RLock()
         """Held by the thread that asks for memory."""
         self._moving: Any = threading.RLock()
@@ -193,6 +195,7 @@ class Lender:
                 self._asking.release()
         mine["used"] = committed * self._page_size
         mine["answered"], self.attainable = book.header["requests"], book.attainable
+        self.used_by_others = int(book.lines["used"][book.others].sum())
         spare = pool.word("budget") - max(committed, int(mine["reserved"]) // self._page_size)
         pages = 0 if mine["wanted"] else max(min(-(-book.missing // self._page_size), spare), 0)
         if pages:

@@ -48,10 +48,6 @@ class Settings(NamedTuple):
     pool: FramePool | None = None
     late: bool = False
 
-    def options(self, backend: str) -> dict[str, Any]:
-        """Options of an engine's backend."""
-        return {"pool": self.pool} if backend.startswith("vmm") else {}
-
 
 def serve(
     result: Row, settings: Settings, workload: Workload, backends: list[str], loads: list[str], rounds: int
@@ -124,7 +120,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         chunk=settings.chunk,
         reuse=beside == REUSE,
         late=settings.late,
-        options=settings.options(backend),
+        options={"pool": settings.pool} if name == "vmm" else {},
     )
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import gc
 import json
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, cast
@@ -48,9 +49,11 @@ from transformers.cli.serving.utils import (
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..budget import parse_bytes
-from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, BudgetError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
 from ..layout import kv_dtype_from_name
+from ..ledger import path_of
 from ..metrics import PoolCollector
+from ..pool import FramePool
 from ..publication import publish
 from .batching import check_version
 from .batching.config import LEAST_TEMPERATURE, NOT_IN_BATCHES
@@ -74,6 +77,8 @@ def serve(
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
+    pool: str | None = None,
+    reserved: float | str = 0,
 ) -> Serve:
     """Runs the server until it ends, and publishes its pools for `vmmkv top`.
 
@@ -87,6 +92,8 @@ def serve(
         max_seq_len: tokens of the longest request.
         idle_seconds: after so many seconds without a request memory goes back.
         kv_dtype: "fp8", "int8", or None, the model's.
+        pool: the name of a budget that processes share; `max_bytes` is its limit, where this process is the first.
+        reserved: with `pool`, bytes that this process can have at any time; see `FramePool`.
 
     Returns:
         transformers' server: at once if it was told to run in a thread, otherwise when it has ended.
@@ -94,23 +101,32 @@ def serve(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model that the server is started with
             cannot run on rows.
-        ArgumentError: the arguments forbid continuous batching, or transformers cannot load the model.
-        BudgetError: `max_bytes` is no number of bytes.
+        ArgumentError: the arguments forbid continuous batching, or transformers cannot load the model; or `pool` is no
+            name, or there is `reserved` without it.
+        BudgetError: `max_bytes` or `reserved` is no number of bytes, or what is reserved cannot be had.
         DtypeError: there is no such kv_dtype.
     """
     check_version()
     kv_dtype_from_name(kv_dtype)
     if max_bytes is not None:
         parse_bytes(max_bytes, free=0)
-    to_rows = functools.partial(
-        enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
-    )
+    parse_bytes(reserved, free=0)
+    how: dict[str, Any] = {"max_seq_len": max_seq_len, "idle_seconds": idle_seconds, "kv_dtype": kv_dtype}
+    make_pool = None
+    if pool is not None:
+        path_of(pool, "")  # checks the name
+        make_pool = functools.partial(FramePool, max_bytes or "80%", shared=pool, reserved=reserved)
+    elif reserved:
+        raise ArgumentError(f"got reserved={reserved!r} without pool; a server by itself has all of max_bytes")
+    else:
+        how["max_bytes"] = max_bytes
+    to_rows = functools.partial(enable, **how)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     # transformers' own default would spread the layers of a model over all GPUs, which wait for each other.
     device = ["--device", "cuda:0"] if torch.cuda.device_count() > 1 else []
     with (
-        patch.object(their_utils, "GenerationState", functools.partial(RowState, to_rows)),
+        patch.object(their_utils, "GenerationState", functools.partial(RowState, to_rows, make_pool)),
         patch.object(their_server, "build_server", _build),
         patch.object(uvicorn, "Server", EndingServer),
     ):
@@ -124,13 +140,22 @@ def serve(
 
 
 class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
-    """How requests are run: in batches on rows where transformers would batch them. `to_rows` puts a model there."""
+    """How requests are run: in batches on rows where transformers would batch them.
 
-    def __init__(self, to_rows: Callable[[PreTrainedModel], None], **options: Any) -> None:
+    Args:
+        to_rows: puts a model on rows.
+        make_pool: makes the pool of all models, on the device of the first; None: each has a pool of its own.
+        options: those of `GenerationState`.
+    """
+
+    def __init__(
+        self, to_rows: Callable[..., None], make_pool: Callable[..., FramePool] | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not options.get("continuous_batching"):
             raise ArgumentError("got --no-continuous-batching, and only batches run on rows; leave it out")
-        self._to_rows = to_rows
+        self._to_rows, self._make_pool = to_rows, make_pool
+        self._pool: FramePool | None = None
         self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
         self._has_ended = False
 
@@ -139,7 +164,9 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         if not super().use_continuous_batching(model, modality):
             return False
         if model not in self._on_rows:
-            self._to_rows(model)
+            if self._make_pool and self._pool is None:
+                self._pool = self._make_pool(device=model.device)
+            self._to_rows(model, pool=self._pool)
             self._on_rows.add(model)
         return True
 
@@ -154,9 +181,13 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         return self._cb_manager
 
     def end(self) -> None:
-        """Ends the batches, and takes no more requests."""
+        """Ends the batches, takes no more requests, and gives back what was reserved."""
         self._has_ended = True
         self.shutdown()
+        if self._pool is not None:
+            gc.collect()  # rows of batches that have ended
+            with suppress(BudgetError):  # a batch has not ended yet
+                self._pool.close()
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]

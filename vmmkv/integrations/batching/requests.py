@@ -287,8 +287,9 @@ class Requests:
         """Whether other users of a pool, in any process, hold memory of it."""
         most = 0
         for caches in self.pools:
-            stats, own = caches[0].pool.stats(), sum(cache.stats().pages["used"] for cache in caches)
-            most = max(most, stats.used_bytes - own * caches[0].page_size, stats.leased_bytes)
+            pool, own = caches[0].pool, sum(cache.stats().pages["used"] for cache in caches)
+            stats, elsewhere = pool.stats(), pool.lender.used_by_others if pool.lender else 0
+            most = max(most, stats.used_bytes - own * pool.page_size, stats.leased_bytes, elsewhere)
         return self._ranks.least(-most) < 0
 
     def no_room_for(self, name: str, tokens: int) -> OutOfPagesError:
