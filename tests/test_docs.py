@@ -60,7 +60,7 @@ def test_the_reference_shows_what_users_call(site: Path) -> None:
     names = [line.split()[0] for line in zlib.decompress(body).decode().splitlines()]
     modules = (vmmkv, vmmkv.torch, vmmkv.kernels, vmmkv.events, vmmkv.testing)
     public = [name for module in modules for name in module.__all__]
-    public += ["KVCache.extend", "Sequence.write", "VmmCache.reserve", "enable", "serve", "PoolCollector"]
+    public += ["KVCache.extend", "Sequence.write", "VmmCache.crop", "enable", "serve", "PoolCollector"]
     assert [name for name in public if not any(full.endswith(f".{name}") for full in names)] == []
 
 

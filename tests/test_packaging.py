@@ -170,7 +170,6 @@ PRIVATE = {
     "_get_waiting_candidates",
     "_local_pauses_requested",
     "_handle_request_error",
-    "_prepare_generation_config",
     "_run_generation_loop",
     "_supports_attention_backend",
     "_update_tp_group_state",

@@ -34,9 +34,9 @@ from typer.testing import CliRunner
 import vmmkv
 from vmmkv.cli.app import app
 from vmmkv.integrations import batching
+from vmmkv.integrations.batching.config import OneTemperatureEach
 from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.processor import RowProcessor
-from vmmkv.integrations.serving import OneTemperatureEach
 
 openai = pytest.importorskip("openai", reason="needs the extra serve")
 pytest.importorskip("fastapi", reason="needs the extra serve")

@@ -77,7 +77,6 @@ def attend(
             `compile=True`.
     """
     rows = key if isinstance(key, WholeRows) else None
-    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
     told = {name: given for name, given in kwargs.items() if not (given is None or given is False or name in IGNORED)}
     spans = attention_mask if isinstance(attention_mask, Spans) else None
     lacking = _lacking(query, key, value, dropout, scaling, told)
@@ -151,6 +150,8 @@ def _is_plain(number: object) -> bool:
 def _attend_with_kernels(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, told: dict[str, Any], spans: Spans
 ) -> Tensor:
+    # Not before nothing is refused any more: a traceback that shows whole rows would read where no memory is.
+    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
     sinks = told.get("s_aux")
     batch_size, num_heads, q_length, head_dim = query.shape
     scales: dict[str, Tensor] = {}

@@ -105,7 +105,6 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
     one that sleeps alone has an error after `cpu_group_timeout`.
 
     Args:
-        model: a model on rows.
         offload: running requests give their memory back, too, and are computed anew at `wake`, from the tokens that
             they have. Otherwise none may run.
 
@@ -129,12 +128,7 @@ def wake(model: PreTrainedModel) -> None:
 
 
 class Rollouts:
-    """`sleep` and `wake` under verl's names, for trainers that call them on an object.
-
-    Args:
-        model: a model on rows.
-        offload: as in `sleep`.
-    """
+    """`sleep` and `wake` of a model on rows under verl's names, for trainers that call them on an object."""
 
     def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         self._model, self._offload = model, offload
@@ -162,8 +156,7 @@ def _inside(model: Any) -> Any:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedError` if rows cannot serve a model's attention or distribution, `ArgumentError` if it is no
-    `PreTrainedModel`."""
+    """Raise an error if rows cannot serve a model's attention or distribution."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(
             f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"

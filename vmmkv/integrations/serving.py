@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakSet
 
@@ -46,7 +46,6 @@ from transformers.cli.serving.utils import (
     _StreamError,
     split_model_id,
 )
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..budget import parse_bytes
 from ..errors import ArgumentError, BudgetError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
@@ -56,7 +55,7 @@ from ..metrics import PoolCollector
 from ..pool import FramePool
 from ..publication import publish
 from .batching import check_version
-from .batching.config import LEAST_TEMPERATURE, NOT_IN_BATCHES
+from .batching.config import LEAST_TEMPERATURE, NOT_IN_BATCHES, give_each_its_temperature
 from .continuous_batching import enable
 
 PER_REQUEST = {
@@ -209,10 +208,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
             own.do_sample, own.num_return_sequences = True, 1
             own.temperature = 0.5  # each request has its own; for 1.0 there would be no processor
             self._cb = model.init_continuous_batching(own, config)
-            processors = self._cb.logit_processor.logits_processor
-            for at, each in enumerate(processors):
-                if isinstance(each, ContinuousBatchingTemperatureLogitsWarper):
-                    processors[at] = OneTemperatureEach(cast(Any, each))
+            give_each_its_temperature(self._cb.logit_processor.logits_processor)
             if warm_up:
                 self._cb.warmup()
             self._cb.start()
@@ -306,16 +302,6 @@ def sampling(manager: Any, config: GenerationConfig) -> dict[str, Any]:
                 f"vocabularies for none of its requests. Put {name} there, or leave it out"
             )
     return {name: supported[name](value) for name, value in numbers.items() if name in supported}
-
-
-class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
-    """Divides logits by the temperature of their request. Without sampling the likeliest token alone is left, the first
-    of several."""
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
-        alone = torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
-        return torch.where(temperatures > LEAST_TEMPERATURE, scores / temperatures, alone)
 
 
 def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:

@@ -7,10 +7,11 @@ import copy
 import operator
 from collections.abc import Callable, Iterable
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 from transformers.generation.continuous_batching.initialization import resolve_compile_configs
 
 from ...driver.limits import memory as host_memory
@@ -208,6 +209,23 @@ def check_sampling(vocabulary: int | None, *, temperature: Any = None, top_k: An
         raise ArgumentError(f"got top_k={top_k}; it must be 1 to {vocabulary or 'the vocabulary'}, which is all tokens")
     if isinstance(top_p, float) and not 0 <= top_p <= 1:
         raise ArgumentError(f"got top_p={top_p}; it must be 0 to 1, which is all tokens")
+
+
+class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
+    """Divides logits by the temperature of their request. Without sampling the likeliest token alone is left, the first
+    of several."""
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
+        alone = torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+        return torch.where(temperatures > LEAST_TEMPERATURE, scores / temperatures, alone)
+
+
+def give_each_its_temperature(processors: list[Any]) -> None:
+    """Replace the processor of transformers that divides logits by temperatures."""
+    for at, each in enumerate(processors):
+        if isinstance(each, ContinuousBatchingTemperatureLogitsWarper):
+            processors[at] = OneTemperatureEach(cast(Any, each))
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
