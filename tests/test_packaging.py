@@ -103,7 +103,6 @@ LAYERS = [
     "scales",
     "arguments",
     "transfer",
-    "pool_picture",
     "lending",
     "pool",
     "opening",

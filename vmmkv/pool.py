@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from .ledger import Ledger, device_name, path_of
 from .lending import Lender, change_limit
 from .nvtx import Ranges
-from .pool_picture import draw_accounts
 from .stats import AccountStats, FramePoolStats
 
 
@@ -154,11 +152,7 @@ class FramePool(Pool):
         return self.limit_pages * self.page_size, self.limit_pages * self.page_size
 
     def check_usable(self) -> None:
-        """Raises an error if the pool cannot be used.
-
-        Raises:
-            ForkError, UseAfterFreeError: it cannot.
-        """
+        """Raises `ForkError` or `UseAfterFreeError` if the pool cannot be used."""
         if self.word("dead"):
             raise fork_error()
         if not self.is_open:
@@ -290,15 +284,6 @@ class FramePool(Pool):
             f"<vmmkv.FramePool on {self.device}: {self.word('created') * mib:.0f} of {self.limit_pages * mib:.0f} MiB, "
             f"{int(self.accounts['open'].sum())} accounts>"
         )
-
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: how much each account has."""
-        try:
-            stats = self.stats()
-        except VmmkvError:
-            return html.escape(repr(self))
-        title = f"FramePool {self.number} on {self.device}"
-        return draw_accounts(title, stats.limit_bytes, stats.free_bytes, stats.accounts)
 
 
 def check_given(pool: object) -> None:
