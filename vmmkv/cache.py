@@ -68,7 +68,8 @@ class KVCache(Cache):
 
     All methods may be called from several threads; a single sequence may be used by one thread at a time. A finalizer,
     or a signal handler, that runs in the middle of an operation may free sequences; what needs a page then raises
-    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
+    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`. An error
+    leaves the cache and its sequences as they were, unless the method says otherwise.
 
     Args:
         layout: the shape of a token.
@@ -223,12 +224,7 @@ class KVCache(Cache):
         return self.pool.driver.page_size
 
     def check_usable(self) -> None:
-        """Raises what forbids any use.
-
-        Raises:
-            UseAfterFreeError: it was closed.
-            ForkError: it belongs to another process.
-        """
+        """Raises `UseAfterFreeError` if it was closed, and `ForkError` if it belongs to another process."""
         if self.pool.word("dead"):
             raise fork_error()
         if not self.is_open:
@@ -283,8 +279,7 @@ class KVCache(Cache):
             StreamCaptureError: a CUDA graph is being captured, and pages have to be filled or copied.
             OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
-                new sequence then.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`.
         """
         if row is not None:
             row = row_number(row, self.max_sequences)
@@ -347,8 +342,7 @@ class KVCache(Cache):
         tenant: Name = None,
     ) -> int:
         """The number of pages that a sequence of these tokens would share with live ones if it began now: it takes that
-        many fewer of `available_pages`. Arguments and their errors are as in `sequence`.
-        """
+        many fewer of `available_pages`. Arguments and their errors are as in `sequence`."""
         self.check_usable()
         check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
         ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
@@ -363,11 +357,7 @@ class KVCache(Cache):
         self.prefixes.commit(sequence, ids, retention)
 
     def tier(self) -> HostTier:
-        """The host tier, which holds suspended sequences.
-
-        Raises:
-            ArgumentError: the cache was made without one.
-        """
+        """The host tier, which holds suspended sequences. Raises `ArgumentError` if the cache has none."""
         if self.host_tier is None:
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self.host_tier
@@ -393,8 +383,7 @@ class KVCache(Cache):
 
         Raises:
             OutOfRowsError: there are fewer rows left than that.
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
-            TypeError, ValueError: it is no sequence of this cache, or no such number.
+            TypeError, ValueError: it is no sequence of this cache, or no such number; and what `Sequence.fork` raises.
         """
         (parent,) = batch_of(self, [sequence])
         left = self.max_sequences - int(self.state[0]["live"])
@@ -444,19 +433,15 @@ class KVCache(Cache):
                 sender's ids, salt or adapter.
             LayoutError: the sequence is of another layout.
             SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. In all these cases the
-                sender gets `TransferRefusedError`, nothing has changed, and both processes can go on.
+                sender gets `TransferRefusedError`, and both processes can go on.
             TransferError: the sender is gone, does not send within the group's timeout, or sends something else.
-            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+            StreamCaptureError: a CUDA graph is being captured.
         """
         check_flags(reuse=reuse)
         return receive(self, rank, group, expected_tokens, name_of("tenant", tenant), reuse)
 
     def order_behind(self, sequence: Sequence) -> None:
-        """Has the current stream wait for all work on a sequence so far.
-
-        Raises:
-            StreamCaptureError, UseAfterFreeError: nothing has changed.
-        """
+        """Has the current stream wait for all work on a sequence so far."""
         ask = Ask()
         code = entries.fence(self.address, sequence.ticket, ask.address)
         if code < 0:
@@ -486,16 +471,14 @@ class KVCache(Cache):
         Raises:
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
-            StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
-                cases; but sequences of a circle may have copies of what they shared.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
-            OutOfRangeError: there is no such index.
             UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
-                tokens would come to another tenant. Nothing has changed, but that sequences of a circle may have copies
-                of what they shared.
-            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
-                whole numbers, or not one for each sequence.
+                tokens would come to another tenant. As after other errors, sequences of a circle may have copies of
+                what they shared.
+            StreamCaptureError: a CUDA graph is being captured.
+            TypeError, ValueError, OutOfRangeError: these are not sequences of this cache, or one is named twice; or the
+                indices are not one for each sequence, and of these.
         """
         batch = batch_of(self, sequences)
         chosen = indices_of(indices, len(batch))
@@ -533,9 +516,8 @@ class KVCache(Cache):
         makes room for.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies, and some no longer
-                as committed ones.
+            OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`. All sequences hold their tokens
+                as before: some perhaps in copies, and some no longer as committed ones.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
@@ -563,11 +545,9 @@ class KVCache(Cache):
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`.
-            BusyError, SuspendedError, UseAfterFreeError: as there. No sequence has changed in all these cases.
-            TypeError: something is not a sequence, or not a whole number.
-            ValueError: a sequence belongs to another cache or is named twice, a number is negative, or there is not one
-                for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError: as in `Sequence.extend`.
+            TypeError, ValueError: something is not a sequence of this cache, or is named twice; or not a number for
+                each sequence, from 0 on; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
         batch = batch_of(self, sequences)
         counts = tokens if type(tokens) is int else whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
@@ -604,11 +584,9 @@ class KVCache(Cache):
         """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
 
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
-        GPU's context.
-
-        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence. The storage of any of these views is the whole
-        range: printing or reading that ends the process, too. To copy, save or share a view, `clone()` it first.
+        GPU's context. So do not print, compare or copy these as a whole, nor more of a row than it has tokens. The
+        storage of any of these views is the whole range: printing or reading that ends the process, too. To copy, save
+        or share a view, `clone()` it first. `Sequence.k` and `v` are as long as their sequence.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width, of the layout's
@@ -627,10 +605,8 @@ class KVCache(Cache):
         return one_of(self._views, layer, "layer")
 
     def scaled_kv(self, layer: int) -> ScaledKV:
-        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
-
-        `vmmkv.kernels` take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of
-        `kv`.
+        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales. `vmmkv.kernels`
+        take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of `kv`.
 
         Returns:
             K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
@@ -638,8 +614,7 @@ class KVCache(Cache):
             `sequence_scales` only.
 
         Raises:
-            OutOfRangeError, ArgumentError: there is no such layer.
-            UnsupportedError: the layout has no scales.
+            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no scales.
         """
         self.check_usable()
         if self.layout.scales is None:
@@ -652,22 +627,19 @@ class KVCache(Cache):
         """The scales of whole sequences of one layer, by row: of a layout with `scales="sequence_head"`.
 
         They are yours to write, before a sequence has tokens: what was rounded with others would be other numbers.
-        `vmmkv.kernels.sequence_scales` makes them of a prompt. `vmmkv.kernels.append` takes them as `k_scales` and
-        `v_scales`, rounds with them and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3
-        takes as `k_descale` and `v_descale`.
+        `vmmkv.kernels.sequence_scales` makes them of a prompt; `vmmkv.kernels.append` takes them as `k_scales` and
+        `v_scales`, and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3 takes as
+        `k_descale` and `v_descale`.
 
         A new sequence has scales of 1. Forks begin with those of their parent; sequences that are reordered, suspended
-        or sent to another process take theirs along.
-
-        All of a cache's are `max_sequences * num_layers` times 8 bytes for each KV head, in plain memory of torch,
-        which is no part of its budget, and which `stats` does not count.
+        or sent to another process take theirs along. All of a cache's are `max_sequences * num_layers` times 8 bytes
+        for each KV head, in plain memory of torch, which is no part of its budget, and which `stats` does not count.
 
         Returns:
             Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
 
         Raises:
-            OutOfRangeError, ArgumentError: there is no such layer.
-            UnsupportedError: the layout has no such scales.
+            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no such scales.
         """
         self.check_usable()
         if self.layout.scales != "sequence_head":
@@ -679,23 +651,15 @@ class KVCache(Cache):
         return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
-        """One range of the layout, all rows of it: `[elements]` of its dtype. K and V of its layers are views of this
-        tensor.
-
+        """One range of the layout, all rows of it: `[elements]` of its dtype, of which K and V of its layers are views.
         For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
-        print it either.
-
-        Raises:
-            OutOfRangeError, ArgumentError: there is no such range.
-        """
+        print it. Raises `OutOfRangeError` or `ArgumentError`."""
         self.check_usable()
         return one_of(self._ranges, index, "range")
 
     def trim(self) -> int:
-        """Gives surplus, cached prefixes and free pages back to the system; returns the number of bytes. Those that
-        others on the pool have left free go, too.
-
-        Waits for GPU work that still uses them.
+        """Gives surplus, cached prefixes and free pages back to the system, also those that others on the pool have
+        left free; returns the number of bytes. Waits for GPU work that still uses them.
 
         Raises:
             DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
@@ -706,14 +670,12 @@ class KVCache(Cache):
         return self.trim_own() * self.page_size
 
     def close(self) -> None:
-        """Ends all sequences and gives all memory back now, after all work on the device.
-
-        The addresses stay reserved while a view lives: to touch one after this is a fault.
-        Garbage collection does the same when nobody holds the cache, its sequences or views any more.
+        """Ends all sequences and gives all memory back now, after all work on the device. The addresses stay reserved
+        while a view lives: to touch one after this is a fault. Garbage collection does the same when nothing holds the
+        cache, its sequences or views any more.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
-            DriverError: the device could not be waited for; nothing was closed.
+            StreamCaptureError, DriverError: a CUDA graph is being captured, or the device could not be waited for.
             BusyError: another operation of this thread is not at its end.
         """
         if not self.is_open or self.pool.word("dead"):
@@ -766,21 +728,8 @@ class KVCache(Cache):
             super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
-        """Takes events of the cached prefixes from `event_log`, the oldest first. The log is also an asynchronous
-        iterator of events.
-
-        Args:
-            timeout: seconds to wait if there is no event; None waits until there is one, or the cache is closed.
-            most: the most events to take; None takes all.
-
-        Returns:
-            The events; none after the timeout, or if the cache was closed and none is left.
-
-        Raises:
-            ArgumentError: the cache was made without `event_log`; or `timeout` or `most` has the wrong type, or
-                `timeout` is negative.
-            BudgetError: `most` is not positive.
-        """
+        """Takes events of the cached prefixes from `event_log`: see `EventLog.events`, whose arguments and errors these
+        are. Raises `ArgumentError` if the cache was made without `event_log`."""
         if self.event_log is None:
             raise ArgumentError("asked for the events of a cache that records none; make it with event_log")
         return self.event_log.events(timeout, most=most)
@@ -818,10 +767,9 @@ class KVCache(Cache):
         return snapshot.stats(self)
 
     def page_map(self) -> npt.NDArray[np.int64]:
-        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,
-        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE` or `OTHERS_PAGE`.
-
-        A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
+        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`, or one of the page
+        states, such as `FREE_PAGE`. A large frame belongs to a sequence as a whole, as soon as one of its tokens lies
+        in it."""
         self.check_usable()
         with self.pool.lock:
             return snapshot.page_map(self)

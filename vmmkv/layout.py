@@ -201,7 +201,7 @@ class KVLayout:
 
 
 def dtype_from_name(name: str | None) -> torch.dtype:
-    """The dtype called `name`, bfloat16 for None; raises `DtypeError` for one that vmmkv does not hold."""
+    """The dtype called `name`, bfloat16 for None. Raises `DtypeError` for one that vmmkv does not hold."""
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     dtype = names.get(str(name or "bfloat16"))
     if dtype is None:
@@ -214,11 +214,7 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
-    """The 8-bit format called `name`; None for None: K and V are kept in their own dtype.
-
-    Raises:
-        DtypeError: there is no such format.
-    """
+    """The 8-bit format called `name`; None, K and V in their own dtype, for None. Raises `DtypeError`."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in KV_DTYPES:
@@ -230,11 +226,7 @@ def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
 
 
 def as_index(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number; a truth value is none.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """What was given under a name, where it is a whole number; a truth value is none. Raises `ArgumentError`."""
     with suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
@@ -242,11 +234,7 @@ def as_index(name: str, value: object) -> int:
 
 
 def whole_number(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number, as a size.
-
-    Raises:
-        LayoutError: it is not.
-    """
+    """What was given under a name, where it is a whole number, as a size. Raises `LayoutError`."""
     try:
         number = as_index(name, value)
     except ArgumentError as error:

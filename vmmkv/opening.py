@@ -60,11 +60,7 @@ def host_bytes_of(size: float | str) -> int:
 
 
 def lookahead_of(asked: int | None, layout: KVLayout, pool: FramePool) -> int:
-    """The tokens to map ahead: what was asked for, or else four pages of tokens on a GPU.
-
-    Raises:
-        LayoutError: it is no number of tokens.
-    """
+    """The tokens to map ahead: what was asked for, or else four pages of tokens on a GPU."""
     if asked is None:
         pages = 0 if pool.device.type == "cpu" else LOOKAHEAD_PAGES
         return -(-pages * pool.page_size // min(layout.record_bytes))

@@ -45,10 +45,7 @@ def roots() -> list[Path]:
 
 def publish() -> None:
     """Lets `vmmkv top` see this process's pools, from now on to its end. This costs a snapshot twice a second, in a
-    thread of its own. A forked child has to call `publish` again.
-
-    Raises:
-        OSError: there is no folder in which the file could be written.
+    thread of its own. A forked child has to call `publish` again. Raises `OSError` if the file can be written nowhere.
     """
     global _publisher
     with _lock:

@@ -162,9 +162,6 @@ class Peer:
         rank: in the default group, as `torch.distributed.send` takes it.
         group: None is the default one.
         device: where messages are.
-
-    Raises:
-        ArgumentError: there is no such process, or no group.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -57,9 +57,6 @@ def read_trace(path: Path) -> list[Request]:
             `GeneratedTokens` (Azure's traces), or JSON lines with `input_length` and `output_length`, and possibly
             `hash_ids` (Mooncake's). Times are in `TIMESTAMP`, a date (UTC if it names no zone), or in `timestamp`, in
             milliseconds; all requests have one or none has. What a file is follows from its content, not from its name.
-
-    Raises:
-        TraceError: the file is no trace, or empty; the message says what is missing and what there is.
     """
     requests: list[Request] = []
     times: list[float | None] = []

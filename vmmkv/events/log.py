@@ -98,8 +98,7 @@ class EventLog:
         _logs.add(self)
 
     def _reset(self) -> None:
-        """Empties the log. A forked child does, since the events are its parent's, and a thread that it does not have
-        may hold the lock."""
+        """Empties the log. A forked child has no events, and a thread that it does not have may hold the lock."""
         self._lock = threading.RLock()  # a signal handler may read in the middle of a read
         self._source: Source | None = None
         self._ready: list[Event] = []
@@ -152,8 +151,7 @@ class EventLog:
             The events; none after the timeout, or if the log is closed and nothing is left.
 
         Raises:
-            ArgumentError: `timeout` is not a time, or `most` not a whole number.
-            BudgetError: `most` is not positive.
+            ArgumentError, BudgetError: `timeout` is not a time, or `most` not a positive whole number.
         """
         if not (timeout is None or (isinstance(timeout, Real) and 0 <= timeout <= threading.TIMEOUT_MAX)):
             raise ArgumentError(

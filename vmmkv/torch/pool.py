@@ -95,21 +95,17 @@ class MemoryPool:
     the pool's budget. Other threads, such as autograd's, allocate as usual.
 
     torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. Instead it
-    has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use, which they give back as
-    for any growth; on leaving it, what torch has allocated of that. While the block runs, others can have what torch
-    has not allocated, except what is `reserved`.
+    has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use; on leaving it, what
+    torch has allocated of that. While the block runs, others can have what torch has not allocated, except what is
+    `reserved`.
 
-    torch's caching allocator works on top, with all of its statistics: small tensors share a segment, and segments
-    whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
-    nothing holds the pool any more. A tensor may outlive both: its segment goes back at the first
-    `torch.cuda.empty_cache()` after its end.
+    torch's caching allocator works on top: segments whose tensors are gone are kept for later tensors of the pool. They
+    go back to the system with `release`, or when nothing holds the pool any more. A tensor may outlive both: its
+    segment goes back at the first `torch.cuda.empty_cache()` after its end.
 
     If the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves the
-    block, it carries a note of what the pool had.
-
-    Only the pool's own device can access its pages: there is no peer access from others, and no CUDA IPC
-    (`torch.multiprocessing`).
-    """
+    block, it carries a note of what the pool had. Only the pool's own device can access its pages: there is no peer
+    access from others, and no CUDA IPC (`torch.multiprocessing`)."""
 
     def __init__(self, device: torch.device, allocator: Allocator, lease: Lease | None = None) -> None:
         self.device = device
@@ -158,14 +154,9 @@ class MemoryPool:
             self._end_use()
 
     def release(self) -> int:
-        """Gives segments without tensors back to the system, after all work on the device; returns their bytes.
-
-        The pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give
-        nothing back, and this returns 0.
-
-        Raises:
-            RuntimeError: this pool is in a `with` block.
-        """
+        """Gives segments without tensors back to the system, after all work on the device; returns their bytes. The
+        pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give nothing
+        back, and this returns 0. Raises `RuntimeError` in a `with` block of this pool."""
         self._begin_use()
         try:
             before = int(self._books["physical"])
