@@ -30,12 +30,7 @@ def check_stream(stream: Any, device: torch.device) -> None:
 
 
 def wait_for_device(driver: Driver) -> None:
-    """Waits for all work on the device, before what it may use is unmapped.
-
-    Raises:
-        StreamCaptureError, DriverError: it cannot be waited for, so nothing may be unmapped. (What a lost context has
-            left needs no waiting: its memory is lost, too.)
-    """
+    """Waits for all work on the device, before what it may use is unmapped."""
     with suppress(DeviceLostError):
         driver.synchronize()
 
@@ -63,11 +58,7 @@ class Fence:
 
     @classmethod
     def after(cls, driver: Driver, streams: Iterable[Any]) -> Fence:
-        """A fence after all work submitted to `streams` so far.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured on the current stream, or on one of these.
-        """
+        """A fence after all work submitted to `streams` so far."""
         named = {handle_of(stream): stream for stream in streams if stream is not None}
         if not named:
             return cls()
