@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import join, small_driver
-from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
+from core_rows import LAYOUT, Row, check_all, new_cache, new_pool, share_left
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
@@ -68,7 +68,7 @@ def test_numbers_that_no_row_has(number: int) -> None:
             call(number)
         check_all(pool, cache)
         row.verify()
-    for call in (lambda n: cache.start(row=n), lambda n: cache.share(n, 0), lambda n: cache.adopt_kept(n, 0, 0)):
+    for call in (lambda n: cache.start(row=n), lambda n: cache.adopt_kept(n, 0, 0)):
         with pytest.raises(OutOfRangeError):
             call(number)
     if number < 0:
@@ -94,10 +94,10 @@ def test_what_cannot_be_shared() -> None:
         (ValueError, lambda: cache.share(row.sequence, 4)),
         (ValueError, lambda: cache.share(row.sequence, 21)),
         (UseAfterFreeError, lambda: cache.share(gone, 3)),
-        (UseAfterFreeError, lambda: cache.share(place, 3, last=owner, frames=nothing)),
-        (ValueError, lambda: cache.share(-1, 3, frames=nothing)),
-        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, 1 << 40, 1, -7]))),
-        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, int(pool.word("fresh")) - 1, 0]))),
+        (UseAfterFreeError, lambda: share_left(cache, place, 3, nothing, last=owner)),
+        (ValueError, lambda: share_left(cache, -1, 3, nothing)),
+        (ValueError, lambda: share_left(cache, -1, 4, array("q", [1, 1 << 40, 1, -7]))),
+        (ValueError, lambda: share_left(cache, -1, 4, array("q", [1, int(pool.word("fresh")) - 1, 0]))),
     ):
         with pytest.raises(error):
             call()
@@ -106,7 +106,7 @@ def test_what_cannot_be_shared() -> None:
     row.verify()
     foreign.verify()
     after.free()
-    assert cache.share(place, 3, last=after.ticket >> 24, frames=nothing).length == 3
+    assert share_left(cache, place, 3, nothing, last=after.ticket >> 24).length == 3
 
 
 def test_sequences_of_another_cache_and_none() -> None:
@@ -216,7 +216,7 @@ def test_a_cache_that_is_closed() -> None:
         partial(row.sequence.fork),
         cache.start,
         partial(cache.start, 5),
-        partial(cache.share, place, 0, frames=array("q", [0, 0])),
+        partial(share_left, cache, place, 0, array("q", [0, 0])),
     ):
         with pytest.raises(UseAfterFreeError):
             call()
