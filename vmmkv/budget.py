@@ -58,7 +58,7 @@ def budget_pages(
             `max_sequences` sequences: of `n` sequences all but one may begin a page more per range.
         overread: tokens that each sequence has mapped behind its end.
     """
-    if (max_bytes is None) == (max_tokens is None):
+    if max_bytes is not None and max_tokens is not None:
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
     least = len(layout.record_bytes)
     if max_tokens is not None:
@@ -70,8 +70,7 @@ def budget_pages(
         tokens = max_tokens + overread * min(max_sequences, max_tokens)
         pages = layout.pages(tokens, memory.page_size) + begun
         return _check_pages(memory, memory.memory_info(), pages, f"max_tokens={max_tokens}", least)
-    assert max_bytes is not None
-    return pages_within(memory, max_bytes, least)
+    return pages_within(memory, "80%" if max_bytes is None else max_bytes, least)
 
 
 def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes", held: int = 0) -> int:

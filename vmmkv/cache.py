@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import html
+import os
 import threading
 import warnings
 from array import array
@@ -34,7 +35,7 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
-from .budget import pages_within
+from .budget import budget_pages, pages_within, parse_bytes
 from .core import entries
 from .core.addresses import check_address_space
 from .core.cache import Cache
@@ -43,17 +44,24 @@ from .core.pool import SLOTS_AT, TICK, Ask
 from .core.reordering import reorder
 from .driver.driver import fork_error, open_driver
 from .driver.fence import Fence
-from .errors import ArgumentError, BusyError, LeakWarning, OutOfRowsError, UnsupportedError, VmmkvError
+from .errors import (
+    ArgumentError,
+    BusyError,
+    LeakWarning,
+    OutOfRowsError,
+    UnsupportedError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
-from .opening import check_log, check_reserved, host_bytes_of, lookahead_of, pool_on
 from .pool import FramePool, check_pool_alone, holders
 from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention
 from .scales import SequenceScales
-from .sequence import Sequence, check_reusable, closed_cache
+from .sequence import Sequence, check_reusable
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from .tier.host_tier import HostTier
@@ -61,6 +69,8 @@ from .transfer import receive
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
+LOOKAHEAD_PAGES = 4
+"""Pages of tokens mapped ahead by default, on a GPU."""
 
 
 class KVCache(Cache):
@@ -149,20 +159,33 @@ class KVCache(Cache):
         host_priority: int | None = 30,
         event_log: EventLog | None = None,
     ) -> None:
+        if event_log is not None and not isinstance(event_log, EventLog):
+            raise ArgumentError(f"got event_log={event_log!r}; it must be a vmmkv.events.EventLog")
         if event_log is not None:
-            check_log(event_log)
+            event_log.check_new()
         check_host_priority(host_priority)
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         overread = not_negative("overread", overread)
-        check_reserved(pool, reserved)
+        lookahead = None if lookahead is None else not_negative("lookahead", lookahead)
+        if pool is None and reserved:
+            raise ArgumentError(
+                f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
+                "that it shares with others"
+            )
         check_pool_alone(pool, device=device, page_size=page_size)
         self.owns_pool = pool is None
-        memory = open_driver(device, page_size) if pool is None else pool
-        pool, limit = pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+        budget = layout, max_sequences, max_bytes, max_tokens, overread
+        if pool is None:
+            driver = open_driver(device, page_size)
+            pool, limit = FramePool.on(driver, budget_pages(driver, *budget) * driver.page_size), None
+            pool.is_shared = False
+        else:
+            limit = None if max_bytes is max_tokens is None else budget_pages(pool, *budget)
         row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
         check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
-        self.lookahead = lookahead_of(lookahead, layout, pool)
+        ahead = LOOKAHEAD_PAGES * pool.page_size if pool.device.type == "cuda" else 0
+        self.lookahead = -(-ahead // min(layout.record_bytes)) if lookahead is None else lookahead
         self.layout = layout
         super().__init__(
             pool,
@@ -181,7 +204,10 @@ class KVCache(Cache):
         """With debugging: where the last sequence of each row was started."""
         self._tells_leaks = pool.is_debugged
         self.account_name = pool.name(self)
-        self.host_tier = HostTier(proxy(self), host_bytes_of(host_bytes), host_priority) if host_bytes else None
+        self.host_tier = None
+        if host_bytes:
+            nbytes = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            self.host_tier = HostTier(proxy(self), nbytes, host_priority)
         self._export()
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
@@ -228,7 +254,7 @@ class KVCache(Cache):
         if self.pool.word("dead"):
             raise fork_error()
         if not self.is_open:
-            raise closed_cache()
+            raise UseAfterFreeError("this KVCache was closed; make a new one")
 
     # ------------------------------------------------------------------ sequences
 
@@ -317,7 +343,7 @@ class KVCache(Cache):
         with _making:
             if self.prefixes is None:
                 self.prefixes = Prefixes(proxy(self), tier=self.host_tier)
-        with self.pool.nvtx.hit:
+        with self.pool.nvtx("vmmkv: prefix hit"):
             found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
         sequence = self._begun(found)
         sequence.cached_tokens = cached
@@ -391,7 +417,7 @@ class KVCache(Cache):
             raise OutOfRowsError(f"asked for {count} sequences; {left} of max_sequences={self.max_sequences} are left")
         children: list[Any] = []
         try:
-            with self.pool.nvtx.fork:
+            with self.pool.nvtx("vmmkv: fork"):
                 for _ in range(count):
                     children.append(self._begun(self.share(parent, parent.length)))
                     if self.prefixes:
@@ -482,7 +508,7 @@ class KVCache(Cache):
         """
         batch = batch_of(self, sequences)
         chosen = indices_of(indices, len(batch))
-        with self.pool.nvtx.reorder:
+        with self.pool.nvtx("vmmkv: reorder"):
             reorder(self, batch, chosen)
             if self.scales:
                 self._reorder_scales({each: batch[index] for each, index in zip(batch, chosen)})
@@ -563,7 +589,7 @@ class KVCache(Cache):
         self, tickets: int, count: int, each: int, counts: array[int] | None = None, starts: array[int] | None = None
     ) -> None:
         """`extend` where pages may have to be mapped."""
-        with self.pool.nvtx.growth:
+        with self.pool.nvtx("vmmkv: growth"):
             super().grow(tickets, count, each, counts, starts)
 
     def free(self, sequences: Iterable[Sequence]) -> None:  # type: ignore[override]

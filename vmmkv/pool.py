@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ from .driver.driver import Driver, fork_error, open_driver
 from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from .ledger import Ledger, device_name, path_of
 from .lending import Lender, change_limit
-from .nvtx import Ranges
 from .stats import AccountStats, FramePoolStats
 
 
@@ -103,8 +102,9 @@ class FramePool(Pool):
         """Whether several may lie on it; otherwise it ends with its one cache or tensor."""
         self.number = next(_numbers)
         """Among the pools of this process."""
-        self.nvtx = Ranges(driver.device)
-        """What a profiler shows."""
+        nvtx: Any = torch.cuda.nvtx.range if driver.device.type == "cuda" else nullcontext
+        self.nvtx: Callable[[str], AbstractContextManager[Any]] = nvtx
+        """A range with a name on a profiler's time line."""
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.holders: weakref.WeakValueDictionary[str, Holder] = weakref.WeakValueDictionary()

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from .arguments import check_tokens, ids_of
 from .core import sequence as core
+from .core.tables import ROW_BITS, ROW_MASK
 from .errors import (
     DeviceError,
     DtypeError,
     ShapeError,
     StrideLimitWarning,
     UnsupportedError,
-    UseAfterFreeError,
     VmmkvError,
 )
 from .layout import KVLayout, as_index, shown
@@ -57,12 +57,12 @@ class Sequence(core.Sequence):
     @property
     def number(self) -> int:
         """Its number in the process: 1 for the first sequence, never used twice."""
-        return core.number_of(self.ticket)
+        return self.ticket >> ROW_BITS
 
     @property
     def index(self) -> int:
         """The row that it was given. After its end another sequence may have that row: see `row`."""
-        return core.row_number(self.ticket)
+        return self.ticket & ROW_MASK
 
     @property
     def row(self) -> int:
@@ -164,7 +164,7 @@ class Sequence(core.Sequence):
             OutOfHostMemoryError: `host_bytes` is too small, or the host has less memory left.
             StreamCaptureError: a CUDA graph is being captured.
         """
-        with self.cache.pool.nvtx.suspend:
+        with self.cache.pool.nvtx("vmmkv: suspend"):
             self.cache.tier().suspend(self)
 
     def resume(self) -> None:
@@ -176,7 +176,7 @@ class Sequence(core.Sequence):
             DriverError, StreamCaptureError: as in `extend`.
         """
         if self.is_suspended:
-            with self.cache.pool.nvtx.resume:
+            with self.cache.pool.nvtx("vmmkv: resume"):
                 self.cache.tier().resume(self)
 
     def truncate(self, tokens: int) -> None:
@@ -343,8 +343,3 @@ def check_reusable(layout: KVLayout) -> None:
             "asked to reuse K and V of a layout with scales='sequence_head'; what another sequence has computed was "
             "rounded with its own scales. fork() takes them along; scales='token_head' keeps them with the tokens"
         )
-
-
-def closed_cache() -> UseAfterFreeError:
-    """The error for a cache that was closed."""
-    return UseAfterFreeError("this KVCache was closed; make a new one")

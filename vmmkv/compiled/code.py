@@ -48,9 +48,6 @@ def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[A
         library: the module that calls this.
         entries: its functions, marked by `entry` or `entry_without_lock`.
         sources: files of the package that it is made of, and folders of such files.
-
-    Raises:
-        RuntimeError: the sources do not compile.
     """
     if MAKING or CHECKED or INTERPRETED:
         return list(entries)
@@ -196,11 +193,7 @@ def _one_at_a_time(folder: Path | None) -> Iterator[Path]:
 
 
 def make(library: str, folder: Path) -> None:
-    """Compiles a library into a folder, for all processors, in a process of its own.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    """Compiles a library into a folder, for all processors, in a process of its own."""
     script, options = Path(__file__).with_name("make.py"), {"NUMBA_DISABLE_JIT": "0", "NUMBA_BOUNDSCHECK": "0"}
     command = [sys.executable, "-P", str(script), library, str(folder)]
     done = subprocess.run(command, env=os.environ | options, capture_output=True, text=True)

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from numbers import Real
-from operator import index
-from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, BudgetError, LayoutError
+from ..layout import as_index
 from .chain import Link
 from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored
 from .naming import Name, told_names
@@ -87,7 +87,7 @@ class EventLog:
             LayoutError: `block_size` is not positive.
             BudgetError: `max_events` is not positive.
         """
-        self.block_size, self.max_events = _whole("block_size", block_size), _whole("max_events", max_events)
+        self.block_size, self.max_events = as_index("block_size", block_size), as_index("max_events", max_events)
         if self.block_size < 1:
             raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
         if self.max_events < 1:
@@ -158,7 +158,7 @@ class EventLog:
                 f"got timeout={timeout!r}; give a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None to "
                 "wait for ever"
             )
-        if most is not None and _whole("most", most) < 1:
+        if most is not None and as_index("most", most) < 1:
             raise BudgetError(f"got most={most}; ask for one event or more, or for all by None")
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -255,13 +255,6 @@ class EventLog:
                 del self._counts[block]
                 gone.append(block)
         return tuple(gone)
-
-
-def _whole(name: str, value: object) -> int:
-    """A whole number. Raises `ArgumentError` where it is none."""
-    if not isinstance(value, SupportsIndex):
-        raise ArgumentError(f"got {name}={value!r}; it must be a whole number")
-    return index(value)
 
 
 def check_ids(ids: NDArray[Any]) -> None:

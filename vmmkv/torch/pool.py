@@ -209,17 +209,12 @@ class MemoryPool:
             import cuda.bindings.driver as cu
 
             return asked + f"the driver said {cu.CUresult(int(self._books['status'])).name}"
-        advice = (
-            f"{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken. torch keeps "
-            "segments whose tensors are gone: leave the block and call release(), or make the pool with a larger "
+        whose = f"what could be leased of {self._lease.pool!r}" if self._lease else "its budget"
+        return (
+            f"{asked}{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken: {whose}. torch "
+            "keeps segments whose tensors are gone: leave the block and call release(), or make the pool with a larger "
             "max_bytes"
         )
-        if self._lease:
-            advice += (
-                f". That is what could be leased of {self._lease.pool!r}, and {stats.budget_bytes / mib:.0f} MiB are "
-                "the most: others keep what they use, and can have what is not allocated, except what is reserved"
-            )
-        return asked + advice
 
     def __repr__(self) -> str:
         stats = self.stats()
