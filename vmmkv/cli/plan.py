@@ -59,9 +59,9 @@ def plan(
     K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
     lengths around the mean, as many shorter as longer.
 
-    For a config, transformers runs the model without weights, and the command counts what the layers cache. A layer
-    with an attention window counts as one that keeps all tokens. Models whose layers cache something else than K and V
-    are refused. Without transformers (pip install "vmmkv[hf]") the command knows a few types of models.
+    For a config, transformers (pip install "vmmkv[hf]") runs the model without weights, and the command counts what the
+    layers cache. A layer with an attention window counts as one that keeps all tokens. Models whose layers cache
+    something else than K and V are refused.
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
