@@ -95,9 +95,6 @@ def test_what_cannot_be_shared() -> None:
         (ValueError, lambda: cache.share(row.sequence, 21)),
         (UseAfterFreeError, lambda: cache.share(gone, 3)),
         (UseAfterFreeError, lambda: share_left(cache, place, 3, nothing, last=owner)),
-        (ValueError, lambda: share_left(cache, -1, 3, nothing)),
-        (ValueError, lambda: share_left(cache, -1, 4, array("q", [1, 1 << 40, 1, -7]))),
-        (ValueError, lambda: share_left(cache, -1, 4, array("q", [1, int(pool.word("fresh")) - 1, 0]))),
     ):
         with pytest.raises(error):
             call()
@@ -119,7 +116,6 @@ def test_sequences_of_another_cache_and_none() -> None:
         lambda: other.extend([row.sequence], 1),
         lambda: other.free([row.sequence]),
         lambda: other.batch([row.sequence]),
-        lambda: other.batch().add(row.sequence),
         lambda: unused.extend(1),
         lambda: unused.truncate(0),
         lambda: unused.length,
@@ -508,8 +504,8 @@ def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> Non
     driver = FaultyDriver(small_driver("cpu"))
     pool = new_pool(90, driver.inner)
     cache = new_cache(pool)
-    row, batch = filled(cache, 100), cache.batch()
-    batch.add(row.sequence)
+    row = filled(cache, 100)
+    batch = cache.batch([row.sequence])
     row.sequence.truncate(5)
     del row.tokens[5:]
     ask = Ask()
@@ -530,33 +526,6 @@ def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> Non
     row.write(Random(), 6)
     check_all(pool, cache)
     row.verify()
-
-
-def test_a_batch_is_right_behind_an_interruption() -> None:
-    from interruption import interrupted
-
-    pool = new_pool(90)
-    cache = new_cache(pool)
-    sequences = [cache.start(3) for _ in range(4)]
-    line = 1
-    while True:
-        batch = cache.batch(sequences)
-
-        def change(batch: Any = batch) -> None:
-            batch.remove(sequences[1])
-            batch.add(sequences[1])
-
-        is_over = interrupted(change, line) is not None
-        assert len(batch) == len(set(batch.sequences)) in (3, 4)
-        before = [each.length for each in sequences]
-        batch.extend(1)
-        grown = [each for each, length in zip(sequences, before) if each.length == length + 1]
-        assert set(grown) == set(batch.sequences)
-        if is_over:
-            break
-        line += 1
-    assert line > 4
-    check_all(pool, cache)
 
 
 def test_errors_have_no_surprises() -> None:

@@ -74,8 +74,8 @@ FORKED = """
 
     pool = new_pool()
     cache, other = new_cache(pool, lookahead=9), new_cache(pool)
-    row, batch = Row(cache.start(30)), cache.batch()
-    batch.add(row.sequence)
+    row = Row(cache.start(30))
+    batch = cache.batch([row.sequence])
     row.write(random.Random(1), 0)
     left = cache.start(9)
     place, last = left.row, left.ticket >> 24

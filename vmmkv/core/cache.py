@@ -319,7 +319,7 @@ class Cache:
             raise gone() if code == codes.GONE else self.pool.error(code, ask)
         self.pool.keep_stream(ask, stream)
 
-    def batch(self, sequences: Iterable[Sequence] = ()) -> Batch:
+    def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """A batch handle: sequences that grow together step by step."""
         return Batch(self, sequences)
 

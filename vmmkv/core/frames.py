@@ -65,7 +65,7 @@ def number(pool: int, pages: int) -> int:
         frame = p.fresh
         p.fresh += 1
     f = frame_in(pool, frame)
-    f.handle, f.pages, f.key, f.uses, f.moving = VACANT, pages, FRESH_KEY, 0, TAKEN_FRAME
+    f.handle, f.pages, f.key, f.moving = VACANT, pages, FRESH_KEY, TAKEN_FRAME
     return frame
 
 
@@ -99,7 +99,6 @@ def add_mapping(cache: int, frame: int, row: int, sign: int) -> None:
     add_gain(cache, frame, -1)
     f.refs += sign
     f.place ^= row
-    f.uses -= sign * row_at(cache, row).ended
     add_gain(cache, frame, 1)
 
 
