@@ -78,10 +78,11 @@ def cuda_version() -> str:
 
 
 class CudaDriver(Driver):
-    """Pages of GPU memory (see `vmmkv.driver.driver.Driver`); `features` says what else the device supports. Pages can
-    be exported to other processes where it supports that. They are not made for GPUDirect RDMA: with
-    `gpuDirectRDMACapable` set, driver 580 refuses to map a page again once its first mapping is gone and the access of
-    another one has changed.
+    """Pages of GPU memory (see `vmmkv.driver.driver.Driver`).
+
+    Pages can be exported to other processes where the device supports it: `features` says what a trial page was
+    granted, and what else there is. Pages are not made for GPUDirect RDMA: with `gpuDirectRDMACapable` set, driver 580
+    refuses to map a page again once its first mapping is gone and the access of another one has changed.
 
     Args:
         device: a CUDA device; without an index, torch's current one.
@@ -118,7 +119,8 @@ class CudaDriver(Driver):
         keep(self.allocation, self.access)
 
     def _probe(self, ordinal: Any) -> tuple[dict[str, bool], Any, int]:
-        """What the device supports, what `cuMemCreate` is asked for, and the granularity of its pages."""
+        """What the device supports, what `cuMemCreate` is asked for, and the granularity of its pages. Makes a page to
+        be sure that it can be exported."""
 
         def supports(name: str) -> bool:
             attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}_SUPPORTED")
@@ -127,20 +129,24 @@ class CudaDriver(Driver):
 
         if not supports("VIRTUAL_MEMORY_MANAGEMENT"):
             raise DeviceError(f"{self.device} has no virtual memory management, which vmmkv is made of")
-        features = {
-            "exportable": supports("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
-            "fabric_handles": supports("HANDLE_TYPE_FABRIC"),
-            "host_numa_pages": supports("HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT"),
-        }
-        wanted = cu.CUmemAllocationProp()
-        wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        wanted.location.id = self.device.index
-        if features["exportable"]:
-            wanted.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
-        check("cuMemGetAllocationGranularity", status)
-        return features, wanted, granularity
+        more = {"fabric_handles": "HANDLE_TYPE_FABRIC", "host_numa_pages": "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT"}
+        for exportable in (supports("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"), False):
+            wanted = cu.CUmemAllocationProp()
+            wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            wanted.location.id = self.device.index
+            if exportable:
+                handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                wanted.requestedHandleTypes = handle_type
+            status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
+            check("cuMemGetAllocationGranularity", status)
+            status, handle = cu.cuMemCreate(granularity, wanted, 0)
+            if status == SUCCESS:
+                check("cuMemRelease", *cu.cuMemRelease(handle))
+                features = {name: supports(attribute) for name, attribute in more.items()}
+                return {"exportable": exportable, **features}, wanted, granularity
+        check("cuMemCreate", status, "not even a plain page could be made")
+        raise AssertionError("check raises")
 
     def error_of(self, name: str, status: int, detail: str) -> DriverError:
         try:

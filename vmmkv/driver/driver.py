@@ -53,8 +53,7 @@ class Driver:
     Attributes:
         table: its `DRIVER` record. A test may put functions of its own into it.
         address: that of the table, which compiled functions are given.
-        slot_handles: by slot of a fence, the handle of the stream that has it (see `vmmkv.driver.fencing`).
-        slot_streams: by slot, that stream, so that it lives as long as its handle is there.
+        slot_streams: by slot of a fence, its stream, so that it lives as long as its handle is there.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Driver:
             self.table[name] = part.ctypes.data
         self.table["clock"] = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         self._process = os.getpid()
-        self.slot_handles: Any = fences[0]["handle"]
         self.slot_streams: list[Any] = [None] * SLOTS
         _drivers.add(self)
 
