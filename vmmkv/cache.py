@@ -313,7 +313,10 @@ class KVCache(Cache):
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
         if token_ids is not None:
             ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
-            tokens = self._check_ids(ids, tokens, row)
+            check_reusable(self.layout)
+            if tokens or row is not None:
+                raise ArgumentError(f"got token_ids, and tokens={tokens} or row={row}; give one of them")
+            tokens = len(ids)
             if reuse:
                 check_length(max(tokens, expected), self.max_seq_len)
                 return self._reusing(ids, names, whole, expected)
@@ -326,19 +329,10 @@ class KVCache(Cache):
         check_length(max(tokens, expected), self.max_seq_len)
         return self._begun(self.start(tokens, expected=expected, key=tenant_key(tenant), row=row))
 
-    def _check_ids(self, ids: Ints, tokens: int, row: int | None) -> int:
-        """The number of these ids, if a sequence can begin with them."""
-        check_reusable(self.layout)
-        if tokens:
-            raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
-        if row is not None:
-            raise ArgumentError(f"got row={row} and token_ids, which may lie in another row; give one of them")
-        return len(ids)
-
     def _reusing(self, ids: Ints, names: tuple[Name, Name, Name], whole: bool, expected: int) -> Sequence:
         """Starts a sequence that begins with the cached tokens of these ids."""
-        self._check_told(ids)
         if self.event_log is not None:
+            check_ids(ids)
             told_names(*names)
         with _making:
             if self.prefixes is None:
@@ -347,16 +341,10 @@ class KVCache(Cache):
             found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
         sequence = self._begun(found)
         sequence.cached_tokens = cached
-        count = len(ids)
         for each in (self, self.pool):
-            each.prompt_tokens += count
+            each.prompt_tokens += len(ids)
             each.cached_tokens += cached
         return sequence
-
-    def _check_told(self, ids: Ints) -> None:
-        """Raises `ArgumentError` for ids that routers cannot be told, if there is an event log."""
-        if self.event_log is not None:
-            check_ids(ids)
 
     def shared_pages(
         self,
@@ -379,7 +367,8 @@ class KVCache(Cache):
         check_reusable(self.layout)
         if self.prefixes is None:
             raise ArgumentError(f"{sequence!r} was started without token_ids, or not for reuse")
-        self._check_told(ids)
+        if self.event_log is not None:
+            check_ids(ids)
         self.prefixes.commit(sequence, ids, retention)
 
     def tier(self) -> HostTier:
@@ -775,10 +764,6 @@ class KVCache(Cache):
         others = self.pool.word("committed") - committed
         return max(min(int(account["limit"]), self.pool.attainable_pages - others) - used, 0)
 
-    def sequences(self) -> tuple[int, int]:
-        """Live sequences, and their tokens."""
-        return int(self.state[0]["live"]), int(self.state[0]["tokens"])
-
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
         return snapshot.counts(self)["mapped"]
@@ -799,12 +784,6 @@ class KVCache(Cache):
         self.check_usable()
         with self.pool.lock:
             return snapshot.page_map(self)
-
-    def page_uses(self) -> npt.NDArray[np.int64]:
-        """By physical page number, how many sequences have had each page and ended: int64 `[pages]`."""
-        self.check_usable()
-        with self.pool.lock:
-            return snapshot.page_uses(self)
 
     def mapped_ranges(self) -> list[MappedRange]:
         """Where pages are mapped now: one run for each row and range of the layout that has any."""

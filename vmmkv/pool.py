@@ -12,6 +12,7 @@ import torch
 
 from . import debugging
 from .budget import pages_within
+from .core.cache import Cache
 from .core.pool import NO_LIMIT_PAGES, Pool
 from .core.tables import ACCOUNT
 from .driver.driver import Driver, fork_error, open_driver
@@ -27,9 +28,6 @@ class Holder(Protocol):
     @property
     def account(self) -> int:
         """The number of its account."""
-
-    def sequences(self) -> tuple[int, int]:
-        """Live sequences, and their tokens."""
 
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
@@ -235,7 +233,7 @@ class FramePool(Pool):
         found = []
         for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
             words = dict(zip(ACCOUNT.names or (), self.accounts[holder.account].tolist()))
-            sequences, tokens = holder.sequences()
+            state = holder.state[0] if isinstance(holder, Cache) else None
             limit = min(words["limit"], self.limit_pages) if words["limit"] < NO_LIMIT_PAGES else self.limit_pages
             found.append(
                 AccountStats(
@@ -244,8 +242,8 @@ class FramePool(Pool):
                     reserved_bytes=words["reserved"] * self.page_size,
                     mapped_bytes=holder.mapped_pages() * self.page_size,
                     used_bytes=words["used"] * self.page_size,
-                    sequences=sequences,
-                    tokens=tokens,
+                    sequences=0 if state is None else int(state["live"]),
+                    tokens=0 if state is None else int(state["tokens"]),
                 )
             )
         return found

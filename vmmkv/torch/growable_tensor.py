@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -19,7 +17,7 @@ import torch
 from ..budget import pages_within
 from ..core.addresses import check_address_space
 from ..core.cache import Cache
-from ..core.pool import DeadLock, busy
+from ..core.pool import busy
 from ..driver.driver import fork_error
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, UseAfterFreeError
 from ..layout import shown, whole_number
@@ -103,7 +101,6 @@ class GrowableTensor:
         self._sequence = self._cache.start()
         self._whole: torch.Tensor | None = self._export()
         self.account_name = self.pool.name(self)
-        tensors.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -191,10 +188,6 @@ class GrowableTensor:
         """The number of its account."""
         return self._cache.account
 
-    def sequences(self) -> tuple[int, int]:
-        """None: it has rows, and these are no tokens."""
-        return 0, 0
-
     def mapped_pages(self) -> int:
         """Pages that are mapped for it."""
         return int(self._cache.extents[0]["mapped"] - self._cache.extents[0]["first"])
@@ -241,10 +234,6 @@ class GrowableTensor:
             raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         return self._whole
 
-    def leave(self) -> None:
-        """Marks the lock dead in a forked child. A thread of the parent, which is not there, may hold it."""
-        self._lock = DeadLock()
-
     def _export(self) -> torch.Tensor:
         """A tensor over all of the range."""
         address, nbytes = int(self._cache.ranges[0]["address"]), self.shape_max[0] * self._row_bytes
@@ -281,15 +270,3 @@ class GrowableTensor:
     def __repr__(self) -> str:
         sizes = f"{list(self.shape)} of {list(self.shape_max)}"
         return f"<vmmkv.torch.GrowableTensor on {self.device}: {sizes}, {self.dtype}>"
-
-
-tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
-"""Those of this process."""
-
-
-def _leave_to_parent() -> None:
-    for tensor in list(tensors):
-        tensor.leave()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

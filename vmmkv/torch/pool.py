@@ -178,10 +178,6 @@ class MemoryPool:
         """The number of its account on a frame pool; -1 without one."""
         return self._lease.account if self._lease else -1
 
-    def sequences(self) -> tuple[int, int]:
-        """None: it has segments, and these are no tokens."""
-        return 0, 0
-
     def mapped_pages(self) -> int:
         """Pages that segments of torch lie on."""
         return int(self._books["physical"]) // int(self._books["page_size"])
@@ -211,9 +207,9 @@ class MemoryPool:
             return asked + f"the driver said {cu.CUresult(int(self._books['status'])).name}"
         whose = f"what could be leased of {self._lease.pool!r}" if self._lease else "its budget"
         return (
-            f"{asked}{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken: {whose}. torch "
-            "keeps segments whose tensors are gone: leave the block and call release(), or make the pool with a larger "
-            "max_bytes"
+            f"{asked}{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken: {whose}. "
+            "torch keeps segments whose tensors are gone: leave the block and call release(), or make the pool with a "
+            "larger max_bytes"
         )
 
     def __repr__(self) -> str:
