@@ -33,7 +33,7 @@ def main(**options: Any) -> None:
     finally:  # also where attention was wrong
         if output.getvalue():
             result = json.loads(output.getvalue())
-            deliver(result | {"environment": facts | result["environment"]}, True, {})
+            deliver(result | {"environment": facts}, True, {})
 
 
 def table(result: Row) -> Lines:

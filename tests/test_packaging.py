@@ -114,7 +114,6 @@ LAYERS = [
     "torch",
     "schemes",
     "workload",
-    "environment",
     "testing",
 ]
 LAYERS += ["integrations", "model_config", "cli", "__main__"]

@@ -14,12 +14,10 @@ from .errors import (
     DtypeError,
     LayoutError,
     OutOfRangeError,
-    RetentionError,
     SequenceTooLongError,
     ShapeError,
 )
 from .layout import KVLayout, as_index, shown, whole_number
-from .prefix.retention import check_priority
 
 
 def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
@@ -52,14 +50,6 @@ def not_negative(name: str, value: object) -> int:
     if number < 0:
         raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
     return number
-
-
-def check_host_priority(priority: int | None) -> None:
-    """Raises `ArgumentError` for a lowest priority of the host tier that is no priority, nor None."""
-    try:
-        check_priority(0 if priority is None else priority, None)
-    except RetentionError as error:
-        raise ArgumentError(f"got host_priority={priority!r}; or None: {error}") from None
 
 
 def check_flags(**flags: object) -> None:

@@ -24,7 +24,6 @@ from . import debugging, picture, snapshot
 from .arguments import (
     batch_of,
     check_flags,
-    check_host_priority,
     check_length,
     check_shape,
     check_tokens,
@@ -59,7 +58,7 @@ from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
 from .pool import FramePool, check_pool_alone, holders
 from .prefix.prefixes import Prefixes, tenant_key
-from .prefix.retention import Retention
+from .prefix.retention import Retention, check_priority
 from .scales import SequenceScales
 from .sequence import Sequence, check_reusable
 from .stats import CacheStats, MappedRange
@@ -123,6 +122,7 @@ class KVCache(Cache):
             pool cannot reserve that much.
         DeviceError: there is no such device.
         DriverError: the driver could not reserve the addresses.
+        RetentionError: `host_priority` is no priority.
         ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
     """
 
@@ -163,7 +163,7 @@ class KVCache(Cache):
             raise ArgumentError(f"got event_log={event_log!r}; it must be a vmmkv.events.EventLog")
         if event_log is not None:
             event_log.check_new()
-        check_host_priority(host_priority)
+        check_priority(0 if host_priority is None else host_priority, None)
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         overread = not_negative("overread", overread)
@@ -315,7 +315,7 @@ class KVCache(Cache):
             ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
             check_reusable(self.layout)
             if tokens or row is not None:
-                raise ArgumentError(f"got token_ids, and tokens={tokens} or row={row}; give one of them")
+                raise ArgumentError(f"got tokens={tokens}, row={row} and token_ids; give token_ids alone")
             tokens = len(ids)
             if reuse:
                 check_length(max(tokens, expected), self.max_seq_len)

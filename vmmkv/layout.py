@@ -111,7 +111,7 @@ class KVLayout:
                 f"asked for scales={self.scales!r}; vmmkv keeps scales by {' or '.join(map(repr, SCALES))}, or None"
             )
         if self.scales and self.dtype not in SCALED_DTYPES:
-            raise DtypeError(f"asked for scales of {self.dtype}; float8_e4m3fn and int8 have scales")
+            raise DtypeError(f"asked for scales of {self.dtype}; it must be one of float8_e4m3fn, int8, or scales=None")
         object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one, at most {MAX_LAYERS}")

@@ -125,11 +125,6 @@ def known_tokens(requests: Iterable[Request]) -> list[int]:
     return known
 
 
-def name_of(trace: Path | None) -> str:
-    """The name of the replayed requests in results."""
-    return trace.name if trace else "lognormal, those of vmmkv.workload.conversations"
-
-
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:
     """Random requests with a long tail, about as long as those of a chat service (some 1,300 tokens each)."""
     prompts = np.clip(rng.lognormal(6.5, 1.0, count), 8, 7000).astype(int)
