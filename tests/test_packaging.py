@@ -90,7 +90,6 @@ LAYERS = [
     "stats",
     "svg",
     "debugging",
-    "nvtx",
     "budget",
     "ledger",
     "compiled",
@@ -103,10 +102,8 @@ LAYERS = [
     "scales",
     "arguments",
     "transfer",
-    "pool_picture",
     "lending",
     "pool",
-    "opening",
     "snapshot",
     "picture",
     "sequence",
@@ -117,7 +114,6 @@ LAYERS = [
     "torch",
     "schemes",
     "workload",
-    "environment",
     "testing",
 ]
 LAYERS += ["integrations", "model_config", "cli", "__main__"]

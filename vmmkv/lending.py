@@ -41,9 +41,6 @@ class Lender:
         pool: the pool, with a budget of nothing.
         ledger: the ledger, in which this process has no line yet.
         reserved: bytes that are always granted, or a share of the limit.
-
-    Raises:
-        BudgetError: what is reserved cannot be had, or the ledger cannot be used.
     """
 
     def __init__(self, pool: Pool, ledger: Ledger, reserved: float | str = 0) -> None:

@@ -17,10 +17,6 @@ class SequenceScales:
         driver: the memory system.
         layout: layers that have fewer KV heads than others use the first ones.
         num_rows: rows.
-
-    Raises:
-        DriverOutOfMemoryError: there is no memory for them.
-        StreamCaptureError: a CUDA graph is being captured.
     """
 
     def __init__(self, driver: Driver, layout: KVLayout, num_rows: int) -> None:

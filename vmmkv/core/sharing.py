@@ -71,34 +71,6 @@ def source_row(cache: int, ticket: int, tokens: int) -> int:
     return row if 0 <= tokens <= kept(cache, row, owner) else GONE
 
 
-@inner
-def covered(cache: int, part: int, frames_at: int) -> int:
-    """Pages of a list of frames, or -1: these are not held, or do not lie on a row like that."""
-    pool, count, pages, singles = cache_of(cache).pool, words_at(frames_at, 1)[0], 0, 0
-    for index in range(1, count + 1):
-        frame = words_at(frames_at, count + 1)[index]
-        if not 0 <= frame < pool_of(pool).fresh:
-            return -1
-        f = frame_in(pool, frame)
-        if f.held < 1 or (f.pages > 1 and singles):
-            return -1
-        singles += f.pages == 1
-        pages += f.pages
-    return pages if pages <= range_at(cache, part).row_pages else -1
-
-
-@inner
-def are_right(cache: int, source: int, tokens: int, frames_at: int) -> int:
-    """Whether lists of frames can lie in front of so many tokens: in front of all of them, if there is no source."""
-    size = pool_of(cache_of(cache).pool).page_size
-    for part in range(cache_of(cache).ranges):
-        pages = covered(cache, part, frames_at)
-        if pages < 0 or (source < 0 and pages * size < tokens * range_at(cache, part).record):
-            return 0
-        frames_at = next_list(frames_at)
-    return 1 if 0 <= tokens <= cache_of(cache).max_tokens else 0
-
-
 @entry
 def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, frames_at: int, ask: int) -> int:
     """Plans that a new sequence without tokens begins with the first tokens of another, `given`, which may have left
@@ -125,8 +97,6 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
             return source if source < 0 else NO_TOKEN
         if row_at(cache, source).broken:
             return BROKEN
-    if frames_at and not are_right(cache, source, tokens, frames_at):
-        return NO_TOKEN
     if mapped_pages(cache, row) and not is_idle(cache, row, ask):
         return WAIT
     if source >= 0:
