@@ -42,11 +42,12 @@ def test_the_budget_holds_and_sequences_are_preempted_under_it() -> None:
     assert figures["pages_created"] * figures["page_size"] <= figures["budget_bytes"]
 
 
-def test_demo_prints_tables() -> None:
-    result = demo("--device", "cpu")
+def test_demo_prints_tables_and_a_picture(tmp_path: Path) -> None:
+    result = demo("--device", "cpu", "--plot", str(tmp_path / "pages.png"))
     assert result.exit_code == 0, result.output
     for words in ("Replayed 25 requests", "Checked attention", "Waste", "static reservation", "block table", "vmmkv"):
         assert words in " ".join(result.stdout.split())
+    assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -145,6 +146,11 @@ def test_demo_says_what_was_reused(tmp_path: Path) -> None:
     result = demo("--device", "cpu", "--trace", trace)
     assert "25.0% were cached already (the trace allows 25.0%)" in " ".join(result.stdout.split())
     assert "cached" not in demo("--device", "cpu", "--requests", "3").stdout
+
+
+@pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(plot: str) -> None:
+    assert demo("--device", "cpu", "--plot", plot).exit_code == 2
 
 
 def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:

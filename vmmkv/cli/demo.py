@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -11,12 +12,12 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from .. import InvariantError, KVCache, KVLayout
+from .. import KEPT_PAGE, SHARED_PAGE, VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import Request, conversations, known_tokens, read_trace
 from .options import Device, JsonOutput, TraceFile
-from .output import console, errors, format_bytes, make_table, print_json
+from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
 
 TRUE_LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -39,6 +40,8 @@ LABELS = {
     "vmmkv": ("vmmkv, 2 MiB pages", "any"),
 }
 """By scheme its name, and which attention kernels run on it."""
+PALE = ["#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5", "#393b79"]
+"""Ten more colours behind matplotlib's own ten."""
 
 
 def demo(
@@ -55,6 +58,7 @@ def demo(
     check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks of attention and books.")] = 25,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and contents.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the page map over time.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Replay requests with continuous batching under a budget, and check attention on the rows.
@@ -64,6 +68,8 @@ def demo(
     in common (Mooncake's `hash_ids`) begin with K and V that are there, as far as these are kept. Exits with 1 where
     an error bound or an invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
+    if plot:
+        check_plot(plot)
     rng = np.random.default_rng(seed)
     work = _chosen(read_trace(trace), requests, device) if trace else conversations(requests or REQUESTS, rng)
     longest = max(request.total for request in work)
@@ -79,10 +85,12 @@ def demo(
         errors.print(f"An invariant broke: {error}", style="red")
         raise typer.Exit(1) from None
     result = _result(replay, len(work), perf_counter() - start)
+    if plot:
+        _plot(replay, plot)
     if json_output:
         print_json(result)
     else:
-        _print(result)
+        _print(result, plot)
     if not result["max_error"] <= result["error_bound"]:
         errors.print(
             f"Attention is wrong by {result['max_error']:.1e}; the bound is {result['error_bound']}", style="red"
@@ -115,7 +123,7 @@ def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens:
         max_bytes=max_bytes,
         device=driver.device,
         page_size=page_size,
-        large_frames=False,
+        large_frames=False,  # so that the picture shows single pages
     )
 
 
@@ -162,7 +170,7 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any], plot: Path | None) -> None:
     """Compares the schemes in a table; then says what was replayed, what was checked, and what rows cost and save."""
     waste = {scheme: f"{share:.1%}" for scheme, share in result["waste"].items()}
     rows = [
@@ -188,3 +196,46 @@ def _print(result: dict[str, Any]) -> None:
     if result["known_tokens"]:
         found, known = (result[tokens] / result["prompt_tokens"] for tokens in ("cached_tokens", "known_tokens"))
         console.print(f"Of the prompts' tokens {found:.1%} were cached already (the trace allows {known:.1%}).")
+    if plot:
+        console.print(f"The picture of all pages over time is {plot}.")
+
+
+def _plot(replay: Replay, path: Path) -> None:
+    """Time to the right, physical pages upwards, a colour for each sequence."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    legend = {"no memory": "white", "no tokens": "lightgrey", "kept for reuse": "grey", "several sequences": "black"}
+    codes = {VACANT_PAGE: 0, KEPT_PAGE: 2, SHARED_PAGE: 3}
+    colours = [*(f"C{index}" for index in range(10) if index != 7), *PALE]  # C7 is grey
+    steps = [step for step, _ in replay.page_maps]
+    picture = np.zeros((max(len(pages) for _, pages in replay.page_maps), len(steps)), int)
+    for column, (_, pages) in enumerate(replay.page_maps):
+        picture[: len(pages), column] = np.where(pages >= 0, len(legend) + pages * 7 % len(colours), 1)
+        for state, code in codes.items():
+            picture[: len(pages), column][pages == state] = code
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(
+        picture,
+        cmap=ListedColormap([*legend.values(), *colours]),
+        vmin=0,
+        vmax=len(legend) + len(colours) - 1,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower",
+        extent=(steps[0], steps[-1] + 1, 0, len(picture)),
+    )
+    axes.set(xlabel="decode step", ylabel="physical page", title="What each physical page holds")
+    patches = [
+        Patch(facecolor=colour, edgecolor="grey", label=label)
+        for code, (label, colour) in enumerate(legend.items())
+        if (picture == code).any()
+    ]
+    figure.legend(
+        handles=[*patches, Patch(facecolor="C0", label="one sequence, each in its colour")],
+        loc="outside lower center",
+        ncols=5,
+    )
+    figure.savefig(path, dpi=150)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -28,3 +31,11 @@ def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[objec
     for row in rows:
         table.add_row(*map(str, row))
     return table
+
+
+def check_plot(path: Path) -> None:
+    """Refuses, before the work, what could not be drawn after it."""
+    if not find_spec("matplotlib"):
+        raise typer.BadParameter('--plot needs matplotlib: pip install "vmmkv[bench]"')
+    if path.suffix not in (".png", ".pdf", ".svg") or not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--plot {path}: write a .png, .pdf or .svg file in a folder that exists")

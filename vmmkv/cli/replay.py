@@ -41,6 +41,7 @@ class Replay:
         lengths: per step the lengths of all running sequences.
         waste: at each check the waste that the cache reports of itself.
         max_error: the worst attention error, |out - reference| / |reference|.
+        page_maps: at each check the step and `KVCache.page_map()`.
     """
 
     cache: KVCache
@@ -52,6 +53,7 @@ class Replay:
     cached: list[int] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
     waste: list[float] = field(default_factory=list)
+    page_maps: list[tuple[int, npt.NDArray[np.int64]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         layout = self.cache.layout
@@ -128,6 +130,7 @@ class Replay:
             return
         stats = self.cache.stats()
         self.waste.append(stats.waste)
+        self.page_maps.append((steps, self.cache.page_map()))
         expected = allocated_bytes(
             "vmmkv", self.cache.layout, lengths, self.cache.max_seq_len, self.cache.page_size
         ).sum()
