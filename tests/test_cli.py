@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,78 @@ def write_config(folder: Path, **sizes: int) -> Path:
         json.dumps(usual | {"model_type": "llama", "hidden_size": 4096, "max_position_embeddings": 8192} | sizes)
     )
     return path
+
+
+def test_plan_of_models_that_share_a_card(tmp_path: Path):
+    """By hand: each has all of the memory when the other has nothing to do, and half of it otherwise."""
+    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
+    models = "--model", str(large), "--model", str(small.parent)
+    result = plan(*models, "--memory", "40GiB", "--mean-tokens", "1024")
+    assert (result["memory_bytes"], result["share_bytes"]) == (40 << 30, 20 << 30)
+    assert [of["token_bytes"] for of in result["models"]] == [128 << 10, 64 << 10]
+    for of in result["models"]:
+        assert of["pool"]["total_tokens"] == (40 << 30) // of["token_bytes"] == 2 * of["share"]["total_tokens"]
+        alone = plan("--config", of["model"], "--memory", "40GiB")  # a file, or its folder
+        assert alone["total_tokens"] == of["pool"]["total_tokens"]
+        assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
+        assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
+    together = result["sequences_of_each"]
+    assert together == pytest.approx((40 << 30) / (1024 * (192 << 10)), rel=0.02)
+    shown = " ".join(invoke("plan", *models, "--memory", "40GiB", "--mean-tokens", "1024").stdout.split())
+    assert "2 models in 40 GiB" in shown
+    assert "A fixed share is 20 GiB" in shown
+    assert f"{together:,} sequences of each" in shown
+
+
+def test_plan_keeps_what_is_reserved(tmp_path: Path):
+    """Against a pool with these reservations, which knows no sequences: bytes that each account may have."""
+    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
+    models = "--model", str(large), "--model", str(small), "--memory", "1GiB", "--mean-tokens", "64"
+    wanted = [random.randint(0, 250) << 21, random.randint(0, 250) << 21]  # whole pages
+    result = plan(*models, *(word for nbytes in wanted for word in ("--reserved", str(nbytes))))
+    pool = vmmkv.FramePool("1GiB", device="cpu")
+    layout = vmmkv.KVLayout(1, 1, 64)
+    caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, reserved=nbytes) for nbytes in wanted]
+    for of, cache, account in zip(result["models"], caches, pool.stats().accounts):
+        assert of["reserved_bytes"] == account.reserved_bytes
+        assert of["pool"]["total_tokens"] == cache.available_pages * pool.page_size // of["token_bytes"]
+        assert of["reserved"]["total_tokens"] == of["reserved_bytes"] // of["token_bytes"]
+        assert cache.page_size == result["page_size"]
+    count, costs = result["sequences_of_each"], [64 * of["token_bytes"] for of in result["models"]]
+    assert sum(max(nbytes, count * cost) for nbytes, cost in zip(wanted, costs)) <= 1 << 30
+    begun = result["page_size"]  # at most so much of a sequence's last page is empty
+    assert sum(max(nbytes, (count + 1) * (cost + begun)) for nbytes, cost in zip(wanted, costs)) > 1 << 30
+
+
+def test_plan_refuses_reservations_that_do_not_fit(tmp_path: Path):
+    path = str(write_config(tmp_path / "model"))
+    models = "--model", path, "--model", path, "--memory", "1GiB"
+    assert isinstance(invoke("plan", *models, "--reserved", "60%", "--reserved", "50%").exception, vmmkv.BudgetError)
+    for args in ([*models, "--reserved", "10%"], ["--config", path, "--reserved", "10%"]):
+        assert invoke("plan", *args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("models", "options"),
+    [
+        (1, ["--model", "."]),
+        (1, ["--layers", "2"]),
+        (2, ["--layers", "2"]),
+        (2, ["--batch", "2", "--tokens", "8"]),
+        (2, ["--model", "."]),
+    ],
+)
+def test_plan_refuses_models_that_do_not_fit_together(models: int, options: list[str], tmp_path: Path):
+    paths = [write_config(tmp_path / str(number)) for number in range(models)]
+    arguments = [argument for path in paths for argument in ("--model", str(path))]
+    result = invoke("plan", *arguments, *options, "--memory", "1GiB")
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+
+
+def test_plan_refuses_shares_below_a_page(tmp_path: Path):
+    path = str(write_config(tmp_path / "model"))
+    assert isinstance(invoke("plan", "--model", path, "--model", path, "--memory", "3MiB").exception, vmmkv.BudgetError)
 
 
 @pytest.mark.parametrize(

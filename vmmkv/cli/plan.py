@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +29,17 @@ DEFAULT_SEQ_LEN = 8192
 
 def plan(
     model: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            "--model", "--config", exists=True, help="A model's config.json, or its folder, instead of its sizes."
+            "--model",
+            "--config",
+            exists=True,
+            help="A model's config.json, or its folder, instead of its sizes; several for models on one card.",
         ),
+    ] = None,
+    reserved: Annotated[
+        list[str] | None,
+        typer.Option(help="Once for each of several models: 10GiB, or a share of --memory, that it can always have."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers that keep K and V.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads per layer.")] = None,
@@ -62,6 +71,9 @@ def plan(
     For a config, transformers (pip install "vmmkv[hf]") runs the model without weights, and the command counts what the
     layers cache. A layer with an attention window counts as one that keeps all tokens. Models whose layers cache
     something else than K and V are refused.
+
+    With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory:
+    what fits of each at all times, as --reserved says, while the others are idle, and of all at once.
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
@@ -69,9 +81,39 @@ def plan(
         if dtype or scales:
             raise typer.BadParameter("give --kv-dtype, or --dtype and --scales")
         dtype, scales = str(kept).removeprefix("torch."), "token_head"
-    longest = None
-    if model and any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim)):
+    sizes = layers, kv_heads, head_dim, v_head_dim
+    has_sizes = any(size is not None for size in sizes)
+    if model and has_sizes:
         raise typer.BadParameter("give --model or sizes, not both")
+    if model and len(model) > 1:
+        if batch:
+            raise typer.BadParameter("--batch goes with one model")
+        result = _plan_pool(model, reserved, memory, dtype, scales, max_seq_len, mean_tokens)
+    else:
+        if reserved:
+            raise typer.BadParameter("--reserved goes with several --model; one model has all of the memory")
+        result = _plan_model(model[0] if model else None, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
+        if batch and tokens:
+            nbytes = batch * tokens * result["token_bytes"]
+            result["cache"] = {"batch": batch, "tokens": tokens, "bytes": nbytes}
+    if json_output:
+        print_json(result)
+    else:
+        (_print_pool if "models" in result else _print)(result)
+
+
+def _plan_model(
+    model: Path | None,
+    sizes: tuple[int | None, ...],
+    memory: str,
+    dtype: str | None,
+    scales: str | None,
+    max_seq_len: int | None,
+    mean_tokens: int | None,
+) -> dict[str, Any]:
+    """One model, by its config or by its sizes."""
+    layers, kv_heads, head_dim, v_head_dim = sizes
+    longest = None
     if model:
         layout, longest = _read_model(model, dtype, scales)
     elif layers and kv_heads and head_dim:
@@ -79,13 +121,7 @@ def plan(
     else:
         raise typer.BadParameter("give --model, or --layers, --kv-heads and --head-dim")
     length = max_seq_len or longest or DEFAULT_SEQ_LEN
-    result = _plan(layout, _memory_bytes(memory), length, mean_tokens or -(-length // 4))
-    if batch and tokens:
-        result["cache"] = {"batch": batch, "tokens": tokens, "bytes": batch * tokens * layout.token_bytes}
-    if json_output:
-        print_json(result)
-    else:
-        _print(result)
+    return _plan(layout, _memory_bytes(memory), length, mean_tokens or -(-length // 4))
 
 
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
@@ -115,6 +151,84 @@ def _memory_bytes(memory: str) -> int:
     if nbytes < DEFAULT_PAGE_SIZE:
         raise BudgetError(f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes")
     return nbytes
+
+
+def _reserved_bytes(sizes: list[str], memory: int) -> list[int]:
+    """Bytes of whole pages that are reserved for each of several models."""
+    promised = [parse_bytes(size, free=memory) // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE for size in sizes]
+    if sum(promised) > memory:
+        raise BudgetError(f"asked to reserve {sum(promised)} bytes in all, of {memory}; reserve less")
+    return promised
+
+
+def _plan_pool(
+    models: list[Path],
+    reserved: list[str] | None,
+    memory: str,
+    dtype: str | None,
+    scales: str | None,
+    max_seq_len: int | None,
+    mean_tokens: int | None,
+) -> dict[str, Any]:
+    """Several models on one pool, with so much reserved for each, and with an equal share of the memory each."""
+    if reserved and len(reserved) != len(models):
+        raise typer.BadParameter("give --reserved once for each --model, in their order; 0 reserves nothing")
+    nbytes, page_size = _memory_bytes(memory), DEFAULT_PAGE_SIZE
+    promised = _reserved_bytes(reserved or ["0"] * len(models), nbytes)
+    share = nbytes // len(models) // page_size * page_size
+    if not share:
+        raise BudgetError(f"asked for {len(models)} models in {nbytes} bytes, which is less than a page for each")
+    rows, costs = [], []
+    for model, own in zip(models, promised):
+        layout, longest = _read_model(model, dtype, scales)
+        length = max_seq_len or longest or DEFAULT_SEQ_LEN
+        mean = mean_tokens or -(-length // 4)
+        sizes = {"pool": nbytes - sum(promised) + own, "share": share, "reserved": own}
+        plans = {what: _plan(layout, size, length, mean) for what, size in sizes.items()}
+        fits = {
+            what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
+            for what, plan in plans.items()
+        }
+        about = {"model": str(model), "token_bytes": layout.token_bytes, "max_seq_len": length, "mean_tokens": mean}
+        rows.append(about | {"reserved_bytes": own} | fits)
+        costs.append(plans["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
+    return {
+        "memory_bytes": nbytes,
+        "share_bytes": share,
+        "page_size": page_size,
+        "sequences_of_each": _of_each(costs, promised, nbytes),
+        "models": rows,
+    }
+
+
+def _of_each(costs: list[float], promised: list[int], memory: int) -> int:
+    """How many sequences of every model fit at once: what is reserved for one is not there for others."""
+
+    def taken(count: int) -> int:
+        return math.ceil(sum(max(own, count * cost) for own, cost in zip(promised, costs)))
+
+    return bisect_right(range(int(memory // sum(costs)) + 1), memory, key=taken) - 1
+
+
+def _print_pool(result: dict[str, Any]) -> None:
+    """Prints a line for each model."""
+    memory, models = format_bytes(result["memory_bytes"]), result["models"]
+    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "reserved", "others idle"
+    rows = [
+        (
+            Path(of["model"]).name,
+            format_bytes(of["token_bytes"]),
+            f"{of['mean_tokens']:,}",
+            *(f"{of[what]['sequences']:,}" for what in ("share", "reserved", "pool")),
+        )
+        for of in models
+    ]
+    console.print(make_table(f"{len(models)} models in {memory}", columns, rows))
+    console.print(
+        f"A fixed share is {format_bytes(result['share_bytes'])}. On one pool (vmmkv.FramePool) a model has whatever "
+        "the others neither use nor have reserved, and never less than it has reserved itself. While all are busy "
+        f"they divide the same memory: {result['sequences_of_each']:,} sequences of each fit at once."
+    )
 
 
 def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> dict[str, Any]:
