@@ -118,8 +118,8 @@ def larges_for(cache: int, row: int, part: int, page: int, end: int, up: int) ->
 
 @inner
 def use_targets(cache: int, tickets_at: int, count: int, up: int) -> int:
-    """Makes rows use the pages of their targets, and with `up` those of whole large frames. Returns the number of single pages that they lack, plus `1 << 32`
-    times the number of large frames."""
+    """Makes rows use the pages of their targets, and with `up` those of whole large frames. Returns the number of
+    single pages that they lack, plus `1 << 32` times the number of large frames."""
     c, tickets, singles, larges = cache_of(cache), words_at(tickets_at, count), 0, 0
     large = pool_of(c.pool).large
     for index in range(count):

@@ -145,8 +145,9 @@ def can_be_large(cache: int, frames_at: int) -> int:
 
 @inner
 def use_rest(cache: int, row: int, length: int, frames_at: int, up: int) -> int:
-    """Makes a row use the pages of so many tokens behind those that it shares (`up` as in `larges_for`). Returns the number of single pages that
-    it lacks, plus `1 << 32` times the number of large frames, which may lie behind the lists of frames."""
+    """Makes a row use the pages of so many tokens behind those that it shares (`up` as in `larges_for`). Returns the
+    number of single pages that it lacks, plus `1 << 32` times the number of large frames, which may lie behind the
+    lists of frames."""
     large, singles, larges = pool_of(cache_of(cache).pool).large, 0, 0
     for part in range(cache_of(cache).ranges):
         split = extent_at(cache, row, part).use_first
