@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tomllib
 from collections import Counter
@@ -63,6 +64,17 @@ def test_every_package_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "vmmkv").rglob("__init__.py")}
     assert {*listed} == found | {"vmmkv.kernels"}
+
+
+def test_the_packages_links_lead_to_the_repository_that_the_readme_names() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    readme = (ROOT / "README.md").read_text()
+    (repository,) = re.findall(r"git clone (\S+) vmmkv", readme)
+    assert {*urls} == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert [url for url in urls.values() if not url.startswith(repository)] == []
+    files = [url.partition("/blob/main/")[2] for url in urls.values()]
+    files += re.findall(r"\]\((?!\w+:)([^)#]+)", readme)
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_transformers_works_from_the_repository_root() -> None:
