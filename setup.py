@@ -1,4 +1,4 @@
-"""Puts machine code into a wheel (see vmmkv/compiled/code.py), and README.md beside it; all else is in pyproject.toml."""
+"""Puts machine code into a wheel (see vmmkv/compiled/code.py), and README.md beside it; pyproject.toml has the rest."""
 
 import re
 import runpy
