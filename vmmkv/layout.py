@@ -105,7 +105,9 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise DtypeError(f"got dtype={self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
+            known = ", ".join(map(str, DTYPES))
+            kind = "" if isinstance(self.dtype, torch.dtype) else f" of type {type(self.dtype).__name__}"
+            raise DtypeError(f"got dtype={self.dtype!r}{kind}; it must be one of {known}")
         self._check_scales()
         object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
         if self.num_layers < 1:
