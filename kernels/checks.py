@@ -82,7 +82,9 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
     if like is not None:
         if cache.shape[2:] != like.shape[-2:]:
             heads, width = like.shape[-2:]
-            raise ValueError(f"got {name} {list(cache.shape)}; for {list(like.shape)} it must end in [{heads}, {width}]")
+            raise ValueError(
+                f"got {name} {list(cache.shape)} for {list(like.shape)}; it must end in [{heads}, {width}]"
+            )
         _check_kind(name, cache, like.dtype, like.device)
     _check_vectors(name, cache)
 
