@@ -53,7 +53,7 @@ class Model:
     def begin(self, x: Any, norm: Any, qkv: Any, *qk_norm: Any) -> Any:
         """q, k and v `[tokens, heads, head_dim]`, not rotated."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        states = linear(self.norm(x, norm), qkv).unflatten(-1, (-1, self.config.head_dim))
+        states = linear(self.norm(x, norm), qkv).view(len(x), -1, self.config.head_dim)
         q, k, v = states.split((heads, kv_heads, kv_heads), 1)
         return (self.norm(q, qk_norm[0]), self.norm(k, qk_norm[1]), v) if qk_norm else (q, k, v)
 
@@ -182,7 +182,7 @@ class Engine:
         rows, starts, lengths, ends, targets = self.inputs[2:7, :slots]
         cu_seqlens = self.inputs[7, : slots + 1]
 
-        def attend(layer: int, q: Any, k: Any, v: Any, cos: Any, sin: Any) -> torch.Tensor:
+        def attend(layer: int, q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
             kv = self.cache.kv(layer)
             if DEVICE == "cpu":
                 return attend_on_host(q, k, v, cos, sin, *kv, rows, starts, cu_seqlens)
@@ -233,8 +233,8 @@ def attend_on_host(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values
         length = start + end - begin
         keys[row, start:length], values[row, start:length] = k[begin:end], v[begin:end]
         sees = torch.ones(end - begin, length, dtype=torch.bool).tril(start)
-        heads = [x.transpose(0, 1) for x in (q[begin:end], keys[row, :length], values[row, :length])]
-        outs.append(scaled_dot_product_attention(*heads, attn_mask=sees, enable_gqa=True).transpose(0, 1))
+        heads, *kv = (x.transpose(0, 1) for x in (q[begin:end], keys[row, :length], values[row, :length]))
+        outs.append(scaled_dot_product_attention(heads, kv[0], kv[1], sees, enable_gqa=True).transpose(0, 1))
     return torch.cat(outs)
 
 
