@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, ROUNDS
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 EXAMPLE = runpy.run_path(str(ROOT / "docs" / "examples" / "engine.py"))
@@ -65,6 +65,9 @@ def with_graphs(engine: Any) -> None:
 REQUEST = st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 30), st.booleans())
 """Tokens of a common beginning, other tokens, new tokens, and whether a token stops the answer."""
 
+PREEMPTED = (0, 8, 60, False)
+"""Four of these begin on a page each, of eight, and need twenty."""
+
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 @given(
@@ -75,6 +78,7 @@ REQUEST = st.tuples(st.integers(0, 40), st.integers(1, 40), st.integers(1, 30), 
     chunk=st.sampled_from([8, 20, 100]),
     graphs=st.booleans(),
 )
+@example(asked=[PREEMPTED] * 4, late=[PREEMPTED], pages=8, max_sequences=4, chunk=20, graphs=False)
 @settings(max_examples=10 * ROUNDS, deadline=None)
 def test_requests_have_the_tokens_that_they_have_alone(
     kind: str, asked: list[Any], late: list[Any], pages: int, max_sequences: int, chunk: int, graphs: bool

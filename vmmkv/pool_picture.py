@@ -19,8 +19,8 @@ FREE = 'fill="none" stroke="#888"'
 VACANT = f'{FREE} stroke-dasharray="1 3"'
 RESERVED = 'fill="currentColor"'
 LEGEND = [
-    ('fill="#888"', "used"),
-    (f'fill="#888" {PALE}', "mapped, not used: others can have it"),
+    (f'fill="{colour(0)}"', "full colour: used"),
+    (f'fill="{colour(0)}" {PALE}', "pale: mapped, not used; others can have it"),
     (FREE, "free"),
     (VACANT, "may be taken"),
     (RESERVED, "reserved"),

@@ -27,6 +27,7 @@ class Model:
 
     def __init__(self, model: Any, max_seq_len: int) -> None:
         self.config, c, state = model.config, model.config, dict(model.state_dict())
+        self.shape, self.eps = (c.num_attention_heads, c.num_key_value_heads, c.head_dim), c.rms_norm_eps
 
         def take(*names: str) -> torch.Tensor:
             return torch.cat([state.pop(f"{name}.weight") for name in names]).to(DEVICE)
@@ -52,9 +53,9 @@ class Model:
     @torch.compile(disable=DEVICE == "cpu")
     def begin(self, x: Any, norm: Any, qkv: Any, *qk_norm: Any) -> Any:
         """q, k and v `[tokens, heads, head_dim]`, not rotated."""
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        states = linear(self.norm(x, norm), qkv).view(len(x), -1, self.config.head_dim)
-        q, k, v = states.split((heads, kv_heads, kv_heads), 1)
+        heads, kv_heads, head_dim = self.shape
+        states = linear(self.norm(x, norm), qkv).view(len(x), -1, head_dim)
+        q, k, v = torch.split(states, [heads, kv_heads, kv_heads], 1)
         return (self.norm(q, qk_norm[0]), self.norm(k, qk_norm[1]), v) if qk_norm else (q, k, v)
 
     @torch.compile(disable=DEVICE == "cpu")
@@ -64,7 +65,7 @@ class Model:
         return x + linear(silu(gate) * up, down)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return rms_norm(x, weight.shape, weight, self.eps)
 
 
 @dataclass(eq=False)
@@ -159,10 +160,9 @@ class Engine:
         fitting = [step for step in self.graphs if step[0] == prompts and step[1] >= len(ids)]
         step = min(fitting, default=(prompts, len(ids), len(rows)))
         packed = torch.zeros(8, max(step[1], step[2] + 1), dtype=torch.int32, pin_memory=DEVICE == "cuda")
-        packed[6], packed[7] = self.max_sequences, len(ids)  # where padding is written, and ends
+        packed[6], packed[7] = self.max_sequences, len(ids)  # where tokens of padding go, and where it ends
         positions = np.arange(len(ids)) + np.repeat(starts - ends + counts, counts)
-        targets = np.where(is_sampled, rows, self.max_sequences)
-        fields = ids, positions, rows, starts, starts + counts, ends - 1, targets, np.append(0, ends)
+        fields = ids, positions, rows, starts, starts + counts, ends - 1, rows, np.append(0, ends)
         for place, field in zip(packed.numpy(), fields):
             place[: len(field)] = field
         self.inputs[:, : packed.shape[1]].copy_(packed, non_blocking=True)
