@@ -26,23 +26,6 @@ PAGE = 4
 LAYOUT = KVLayout(2, 1, 64, torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_start_may_take_the_last_row_although_its_tokens_are_to_be_copied(random: Random, rows: int) -> None:
-    tree = new(rows=rows)
-    known: list[Ids] = []
-    for _ in range(60):
-        live = []
-        for _ in range(rows):
-            ids = some_ids(random, known, 60)
-            sequence, cached = tree.start(ids)
-            assert cached < len(ids) == sequence.length
-            tree.commit(sequence, ids)
-            known.append(ids)
-            live.append(sequence)
-        tree.cache.free(live)
-        Tables(tree).check()
-
-
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
     for _ in range(25 * ROUNDS):
