@@ -119,48 +119,6 @@ def test_a_growable_tensor_is_a_tensor(device: str) -> None:
             raise
 
 
-def test_tensors_and_caches_share_a_pool() -> None:
-    """Pages that one leaves behind another can have; tokens and rows never change."""
-    for _ in range(10 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        random = Random(seed)
-        pool = FramePool(60 * PAGE, device="cpu", page_size=PAGE)
-        cache = KVCache(KVLayout(1, 1, 64), 4, 256, pool=pool, reserved=5 * PAGE)
-        tensors = [GrowableTensor((40, PAGE // 2), torch.uint8, pool=pool) for _ in range(2)]
-        sequences = [cache.sequence() for _ in range(2)]
-        try:
-            for _ in range(60):
-                which = random.randrange(2)
-                try:
-                    if random.random() < 0.5:
-                        tensors[which].resize(random.randrange(41))
-                        tensors[which].tensor.fill_(which + 1)
-                    elif random.random() < 0.2:
-                        cache.trim() if random.random() < 0.5 else tensors[which].trim()
-                    else:
-                        sequences[which].free()
-                        sequences[which] = cache.sequence()
-                        sequences[which].extend(random.randrange(256))
-                        sequences[which].k(0).fill_(which + 3)
-                except vmmkv.OutOfPagesError:
-                    assert pool.stats().used_bytes > 20 * PAGE
-                cache.check()
-                for index, (tensor, sequence) in enumerate(zip(tensors, sequences)):
-                    assert (tensor.tensor == index + 1).all()
-                    assert (sequence.k(0) == index + 3).all()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-        assert {account.name for account in pool.stats().accounts} == {
-            "KVCache 0",
-            "GrowableTensor 0",
-            "GrowableTensor 1",
-        }
-        for each in (cache, *tensors):
-            each.close()
-        pool.close()
-
-
 @DEVICES
 def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
     grown = GrowableTensor((100, 3), torch.float32, device)
@@ -391,63 +349,44 @@ def test_calls_of_several_threads() -> None:
 
 
 def test_a_call_in_the_middle_of_another_of_its_thread_is_refused() -> None:
+    """What a finalizer would do, as soon as rows are copied."""
     grown = GrowableTensor((100,), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    refused = []
+    rows, refused = torch.ones(3, dtype=torch.uint8), []
 
-    class Rows(torch.Tensor):
-        """What a finalizer would do, as soon as rows are copied."""
-
-    def finalizer(*_: object) -> None:
+    def finalizer() -> torch.Tensor:
         for call in (lambda: grown.resize(1), grown.trim, grown.close):
             with pytest.raises(vmmkv.BusyError):
                 call()
             refused.append(len(grown))
+        return torch.Tensor.detach(rows)
 
-    rows = torch.ones(3, dtype=torch.uint8)
-    detach = rows.detach
-    rows.detach = lambda: (finalizer(), detach())[1]  # type: ignore[method-assign]
+    rows.detach = finalizer  # type: ignore[method-assign]
     grown.append(rows)
     assert refused == [3, 3, 3]
     assert grown.tensor.tolist() == [1, 1, 1]
 
 
 def test_a_forked_child_is_refused_and_ends() -> None:
-    """Also where a thread of the parent is in the middle of a call; the parent goes on."""
     child = run_python(
         """
-        import os, signal, threading, torch
+        import os, torch
         from vmmkv.errors import ForkError
         from vmmkv.torch.growable_tensor import GrowableTensor
         grown = GrowableTensor((100,), torch.uint8, "cpu", page_size=4096, max_bytes="1MiB")
         grown.append(torch.ones(5, dtype=torch.uint8))
-        view, held, go_on = grown.tensor, threading.Event(), threading.Event()
-
-        def hold():
-            with grown._lock:
-                held.set()
-                go_on.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
+        view = grown.tensor
         if not os.fork():
-            signal.alarm(60)
             for call in (lambda: grown.resize(9), lambda: grown.append(view), grown.trim, lambda: grown.tensor):
                 try:
                     call()
                 except ForkError:
                     print("refused", end=" ", flush=True)
             grown.close()
-            own = GrowableTensor((100,), torch.uint8, "cpu", page_size=4096, max_bytes="1MiB")
-            own.append(torch.ones(3, dtype=torch.uint8))
-            print(own.tensor.tolist(), end=" ", flush=True)
             del grown, view
             sys.exit()
         assert os.wait()[1] == 0
-        go_on.set()
-        thread.join()
         grown.append(view)
         print(grown.tensor.tolist())
         """
     )
-    assert child.stdout == f"{'refused ' * 4}[1, 1, 1] {[1] * 10}\n", child.stderr
+    assert child.stdout == f"{'refused ' * 4}{[1] * 10}\n", child.stderr
