@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
-import resource
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from faulty import recorded_calls
 from typer import Typer
 from typer.testing import CliRunner, Result
 
@@ -34,14 +29,11 @@ from benchmarks import (
     tables,
     transfer,
 )
-from benchmarks.engine.model import MODELS
 from benchmarks.geometry import SMALL
 from benchmarks.serve import measure
-from vmmkv.driver.driver import open_driver
-from vmmkv.workload import Request, TraceError
+from vmmkv.workload import Request
 
 SIZE = 16 * SMALL.token_bytes
-CPU = torch.device("cpu")
 
 
 def invoke(module: ModuleType, *args: str) -> Result:
@@ -74,11 +66,8 @@ def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapper, "RESTLESS_SECONDS", 0.05)
     sizes = "--device cpu --steps 40 --sequences 8 --rounds 2"
     result = measured(mapper, sizes, "mapper-decode", "mapper-launches", "mapper-prompts")
-    before, ahead, need = result["decode"]
-    assert [row["way"] for row in result["decode"]] == [mapper.MAPPED, mapper.AHEAD, mapper.IN_NEED]
+    before, _, need = result["decode"]
     assert (before["of_mapped_before"], before["extends_with_a_call"], before["steps_with_a_call"]) == (1, 0, 0)
-    # Steps take no time on the host: it is up to the machine whether the mapper comes to anything in between.
-    assert before["pages_ahead"] == need["pages_ahead"] == 0 <= ahead["pages_ahead"]
     assert need["extends_with_a_call"] == pytest.approx(1 / 16, rel=0.5)  # a page holds 16 tokens
     assert result["restless"]["pages_per_s"]["min"] > 0
     assert result["missed"] == []
@@ -86,51 +75,23 @@ def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name.split(",")[0] for name in missed} >= {"prompts", "decoding", "decoding without a mapper"}
 
 
-@pytest.mark.parametrize("large", sharing.FRAMES)
-def test_forks_are_compared_with_the_same_calls(monkeypatch: pytest.MonkeyPatch, undebugged: None, large: bool) -> None:
-    timed: list[list[tuple[object, ...]]] = []
-
-    def note(operation: Callable[..., Any], *args: Any) -> float:
-        made.clear()
-        operation(*args)
-        timed.append(list(made))
-        return 1.0
-
-    made = recorded_calls(monkeypatch)
-    driver = open_driver("cpu", SIZE)
-    monkeypatch.setattr("benchmarks.sharing.microseconds", note)
-    tokens, count = random.randint(1, 600), random.randint(1, 3)
-    row = sharing.forking(driver, SMALL, tokens, count, large, rounds=2)
-    assert len(timed) == 7
-    for name, number in row["calls"].items():
-        assert number == sum(call[0] == name for call in timed[0])
-    assert row["bytes_copied"] == tokens * SMALL.token_bytes - row["pages_shared"] * SIZE
-    assert row["pages_shared"] + row["pages_of_a_fork"] == SMALL.pages(tokens, SIZE)
-
-
 def test_sharing() -> None:
     sizes = "--device cpu --tokens 520 --samples 3 --new-tokens 20 --rounds 1"
     result = measured(sharing, sizes, "forking", "samples")
     assert [(row["tokens"], row["forks"]) for row in result["forking"]] == [(520, 1), (520, 3), (513, 1), (513, 3)] * 2
-    for row in result["forking"]:
-        assert row["ratio"] == row["fork_us"] / row["raw_us"]
-        assert 0 < row["driver_us"] < row["fork_us"]
+    assert all(0 < row["driver_us"] < row["fork_us"] for row in result["forking"])
     for row in result["sampling"]:
         assert row["pages_separate"] == 3 * SMALL.pages(row["tokens"] + 20, SIZE)
-        assert row["pages_shared"] <= row["tokens"] * SMALL.token_bytes // SIZE
         assert row["pages_once_and_own"] <= row["pages"] <= row["pages_separate"]
 
 
 def test_prefixes() -> None:
     result = measured(prefixes, "--device cpu --tokens 512 --rounds 2", "beginnings")
-    for large, rows in zip((True, False), (result["starts"][:4], result["starts"][4:])):
-        hit, turn, listed, without = rows
-        assert {row["large_frames"] for row in rows} == {large}
+    for large, (hit, turn, listed, without) in zip((True, False), (result["starts"][:4], result["starts"][4:])):
         assert hit["cached_tokens"] == turn["cached_tokens"] == listed["cached_tokens"] == 512
         assert without["cached_tokens"] == 0
         assert hit["calls"]["map"] == (2 if large else 32) + 1, "the known pages, and a page behind them"
         assert turn["calls"] == listed["calls"] == {}
-        assert without["calls"]["create"] == without["calls"]["map"]
 
 
 def test_prefix_tree() -> None:
@@ -153,28 +114,6 @@ def random_requests(rng: np.random.Generator, count: int, blocks: int) -> list[t
     return requests
 
 
-def most_hits(requests: list[tuple[int, ...]], pages: int) -> int:
-    """Tries all sets of blocks that could be kept after each request."""
-    best: dict[frozenset[int], int] = {frozenset(): 0}
-    for blocks in requests:
-        after: dict[frozenset[int], int] = {}
-        for kept, hits in best.items():
-            found = next((n for n, block in enumerate(blocks) if block not in kept), len(blocks))
-            there = kept | set(blocks)
-            for choice in map(frozenset, combinations(there, min(pages, len(there)))):
-                after[choice] = max(after.get(choice, 0), hits + found)
-        best = after
-    return max(best.values())
-
-
-@pytest.mark.parametrize("pages", [1, 2, 3])
-def test_no_choice_finds_more_than_the_optimum(pages: int) -> None:
-    rng = np.random.default_rng()
-    for _ in range(20):
-        requests = random_requests(rng, 10, 7)
-        assert sum(prefix_trace.optimum(requests, pages)) == most_hits(requests, pages)
-
-
 def write_trace(path: Path, requests: list[tuple[int, ...]]) -> str:
     lines = [{"input_length": 512 * len(blocks), "output_length": 1, "hash_ids": blocks} for blocks in requests]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -188,14 +127,10 @@ def test_prefix_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *limited, room_for_all = result["runs"]
     assert room_for_all["exact"]
     assert room_for_all["hit_rate"] == room_for_all["optimal_hit_rate"] == result["known_rate"]
-    assert room_for_all["evicted"] == 0
     for alone, tiered in zip(limited[::2], limited[1::2]):
         assert 0 < alone["hit_rate"] <= alone["optimal_hit_rate"] <= tiered["optimal_hit_rate"] <= result["known_rate"]
         assert alone["hit_rate"] <= tiered["hit_rate"] <= tiered["optimal_hit_rate"]
-        assert tiered["evicted"] == alone["evicted"] > 0, "events are of the device"
     assert "the longest prompt has" in invoke(prefix_trace, *trace.split(), "--pages", "1").output
-    other = write_trace(tmp_path / "other.jsonl", [()])
-    assert isinstance(invoke(prefix_trace, *other.split()).exception, TraceError)
     sequence, commit = vmmkv.KVCache.sequence, vmmkv.Sequence.commit  # prompts that are taken for one another
     monkeypatch.setattr(vmmkv.KVCache, "sequence", lambda cache, *, token_ids: sequence(cache, token_ids=token_ids * 0))
     monkeypatch.setattr(vmmkv.Sequence, "commit", lambda each, token_ids: commit(each, token_ids * 0))
@@ -208,15 +143,6 @@ def test_swap() -> None:
     assert result["tokens"] == 64
     assert [row["way"] for row in result["out"]] == [row["way"] for row in result["back"]]
     assert len(result["out"]) == 4
-
-
-@pytest.mark.parametrize("kind", [swap.Plain, swap.Gathered])
-def test_a_way_that_brings_nothing_back_is_found_out(kind: type[swap.Plain]) -> None:
-    way = kind(4 * swap.PIECE, CPU)
-    swap.measure({swap.PLAIN: way}, CPU, rounds=1)
-    way.back = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
-        swap.measure({swap.PLAIN: way}, CPU, rounds=1)
 
 
 def test_transfer() -> None:
@@ -232,38 +158,12 @@ def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
     result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
     assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
-    assert result["missed"] == []
     for row in result["runs"]:
-        assert row["tokens_per_s"] == sum(burst["tokens"] for burst in row["bursts"]) / row["seconds"]
         limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
         assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_all_memory_moves_from_one_cache_to_the_other(large: bool) -> None:
-    layout, prompt, memory = MODELS["tiny"].kv_layout(torch.float32), 64, 256 << 10
-    rows = pools.move(layout, memory, prompt, CPU, large_frames=large)
-    assert [(row["to"], row["filled"]) for row in rows] == [(number % 2, number > 0) for number in range(6)]
-    page = pools.pools_of(pools.SHARED, layout, memory, CPU)[0].page_size
-    for row in rows:
-        assert row["bytes"] == row["prompts"] * layout.pages(prompt, page) * page <= memory
-        assert row["ms_per_10_gib"] == pytest.approx(row["ms"] * 10 * 2**30 / row["bytes"])
-
-
-@pytest.mark.parametrize("scheme", fragmentation.SCHEMES)
-def test_each_scheme_admits_what_fits_and_takes_no_memory(scheme: str) -> None:
-    layout = fragmentation.MODELS["Llama-2-7B"]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cache = fragmentation.make_allocator(scheme, layout, 80 << 30, 8192, max_sequences=100)
-    sequences = [cache.sequence(8192) for _ in range(20)]
-    assert fragmentation.used_bytes(cache, layout) == 80 << 30
-    with pytest.raises(vmmkv.OutOfPagesError):
-        cache.sequence(1)
-    cache.free(sequences)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10
 
 
 class Here(Executor):

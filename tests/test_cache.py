@@ -550,41 +550,6 @@ def test_more_addresses_than_there_are(device: str) -> None:
     vmmkv.KVCache(layout, 4096, 131_072, max_bytes="64MiB", device=device).sequence(1)
 
 
-FORK = """
-    import gc, os, sys, torch, vmmkv, warnings
-    from conftest import on_driver, small_driver, small_layout
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
-    driver = small_driver(sys.argv[1])
-    cache = on_driver(driver, vmmkv.KVCache, small_layout(driver), 4, 100, max_bytes=30 * driver.page_size)
-    pool = on_driver(driver, vmmkv.FramePool, 30 * driver.page_size)
-    other = vmmkv.KVCache(small_layout(driver), 4, 100, pool=pool)
-    sequence = cache.sequence(5)
-    sequence.k(0).fill_(3)
-    if (child := os.fork()) == 0:
-        tries = 0
-        for operation in (lambda: sequence.extend(1), lambda: cache.extend([sequence], 1), cache.sequence, cache.stats):
-            try:
-                operation()
-            except vmmkv.ForkError as error:
-                tries += "spawn" in str(error)
-        sequence.free()
-        cache.close()
-        other.close()
-        pool.close()
-        del operation, sequence, cache
-        gc.collect()
-        sys.exit(tries)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (sequence.k(0) == 3).all().item())
-    sequence.extend(50)
-    cache.check()
-"""
-
-
-def test_a_forked_child_cannot_use_the_cache_and_does_not_harm_it(device: str) -> None:
-    child = run_python(FORK, device)
-    assert (child.returncode, child.stdout, child.stderr) == (0, "4 True\n", "")
-
-
 # ---------------------------------------------------------------------- forks
 
 WRITES_TO_WHAT_IS_SHARED = """
