@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from array import array
 from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
-from conftest import join, small_driver
+from conftest import small_driver
 from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
-from vmmkv.core import entries, unsharing
+from vmmkv.core import entries
 from vmmkv.core.cache import Cache
-from vmmkv.core.pool import SLOTS, Ask, Pool
+from vmmkv.core.pool import Ask, Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.driver.host import NullDriver
 from vmmkv.errors import (
@@ -154,43 +153,6 @@ def test_limits_that_cannot_be() -> None:
     assert pool.word("committed") == max(cache.pool.accounts["used"][cache.account], 5)
 
 
-def test_more_caches_than_a_pool_has_room_for() -> None:
-    pool = new_pool(60, NullDriver(100 * 4096, 4096))
-    caches = [new_cache(pool, rows=1, reserved=0) for _ in range(SLOTS)]
-    with pytest.raises(BudgetError, match="256 caches"):
-        new_cache(pool, rows=1)
-    caches[7].close()
-    caches[7] = new_cache(pool, rows=1)
-    caches[7].start(3)
-    check_all(pool, *caches)
-
-
-def test_threads_open_and_close_caches_at_a_time() -> None:
-    """While others grow and end sequences: accounts add up."""
-    pool = new_pool(120)
-    steady = new_cache(pool)
-
-    def open_and_close() -> None:
-        for _ in range(40):
-            cache = new_cache(pool, rows=2, reserved=2)
-            cache.start(9)
-            cache.close()
-
-    def grow_and_end() -> None:
-        for _ in range(400):
-            sequence = steady.start(4)
-            sequence.extend(3)
-            sequence.free()
-
-    threads = [threading.Thread(target=each) for each in (*[open_and_close] * 3, grow_and_end)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    check_all(pool, steady)
-    assert (pool.word("used"), pool.word("committed")) == (0, 0)
-    assert pool.accounts["open"].sum() == 1
-
-
 def test_a_cache_that_is_closed() -> None:
     """It starts no sequence, and is closed once: its addresses may belong to another by then."""
     pool = new_pool()
@@ -243,30 +205,6 @@ def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
             assert driver.heal()
             return
     raise AssertionError("it fails for ever")
-
-
-def test_other_pages_are_shared_while_a_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of one page does not take the place of another."""
-    pool = new_pool()
-    cache = new_cache(pool)
-    row = filled(cache)
-    forks = [Row(cache.share(row.sequence, 8), row.tokens[:8])]
-    wait = unsharing.wait_for_row
-
-    def fork_meanwhile(cache: Cache, ticket: int) -> None:
-        if len(forks) < 2:
-            forks.append(Row(row.sequence.fork(), list(row.tokens)))
-        wait(cache, ticket)
-
-    monkeypatch.setattr(unsharing, "wait_for_row", fork_meanwhile)
-    cache.part(row.sequence.ticket, 0)
-    assert len(forks) == 2
-    check_all(pool, cache)
-    row.verify()
-    row.write(Random(), 0)
-    for each in (row, *forks):
-        each.verify()
-    assert pool.word("staged") == 0
 
 
 # ---------------------------------------------------------------------- streams

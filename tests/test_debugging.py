@@ -73,7 +73,7 @@ def test_what_a_sequence_has_left_is_nan() -> None:
 
 
 def test_a_cache_that_is_closed_says_what_lives_and_who_started_it() -> None:
-    cache = make(host_bytes="1MiB")
+    cache = make(rows=4, host_bytes="1MiB")
     kept, away, collected = cache.sequence(9), cache.sequence(5), cache.sequence(3)
     away.suspend()
     with cache.sequence(1):

@@ -117,13 +117,6 @@ def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, ma
     cache.check()
 
 
-@pytest.mark.usefixtures("undebugged")
-def test_one_fence_serves_a_batch(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    cache.free([cache.sequence(5) for _ in range(4)])
-    assert len(driver.events) == 1
-
-
 class Stubborn(StreamedDriver):
     """Cannot be waited for, for a reason that the test gives."""
 

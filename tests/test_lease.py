@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 import weakref
 from collections import Counter
@@ -198,22 +197,6 @@ def test_any_use_of_a_pool_with_a_lease(faults: bool) -> None:
             raise
         done += machine.done
     assert len(done) == 11, done
-
-
-def test_others_have_what_a_block_has_not_made_but_for_what_is_reserved() -> None:
-    device = Device(20)
-    cache = device.cache(large_frames=False)
-    lease = device.lease(20, reserved=8)
-    lease.grow()
-    assert device.allocate(5)
-    sequence = cache.sequence(12 * 8)
-    with pytest.raises(OutOfPagesError):
-        sequence.extend(8)
-    assert not device.allocate(4)
-    assert device.allocate(3)
-    device.check()
-    cache.close()
-    device.end(lease)
 
 
 def test_a_lease_takes_nothing_from_another() -> None:
@@ -438,31 +421,6 @@ def test_a_memory_pool_leases_while_it_is_in_use(caching: Caching) -> None:
     with pytest.raises(BudgetError, match="memory pools"):
         device.pool.close()
     del memory, call
-    device.pool.close()
-    assert not device.driver.handles
-
-
-def test_the_account_of_a_memory_pool_ends_with_its_last_tensor(caching: Caching) -> None:
-    device = caching.device
-    memory = lessee(caching, 12, reserved=12)
-    with memory:
-        tensor, other = caching.tensor(), caching.tensor()
-    del other, memory
-    gc.collect()
-    stats = device.pool.stats()
-    assert (stats.holders, stats.reserved_bytes, stats.leased_bytes) == (1, 0, PAGE)
-    device.check()
-    cache = device.cache(large_frames=False)
-    sequence = cache.sequence(19 * 8)
-    with pytest.raises(OutOfPagesError):
-        sequence.extend(1)
-    assert tensor.address
-    del tensor
-    with pytest.raises(OutOfPagesError):  # torch keeps the segment
-        sequence.extend(1)
-    caching.empty()
-    sequence.extend(1)
-    cache.close()
     device.pool.close()
     assert not device.driver.handles
 

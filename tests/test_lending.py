@@ -155,13 +155,6 @@ def test_the_limit_changes_while_processes_run(pair: tuple[Process, Process]) ->
     kept.extend(8 * 40)
 
 
-def test_a_limit_of_another_process_is_taken_over() -> None:
-    first, second = Process(100), Process(30)
-    assert second.pool.limit_pages == 100
-    for each in (first, second):
-        each.close()
-
-
 def make_book(limit: int, *lines: dict[str, int]) -> Book:
     made = np.zeros(len(lines), LINE)
     for number, line in enumerate(lines):
@@ -253,17 +246,6 @@ STOPPED = """
 """
 
 
-def test_a_process_that_is_stopped_while_it_gives_memory_is_not_waited_for() -> None:
-    long_ago = time.monotonic_ns() - 10**10
-    book = make_book(100, {"wanted": 10}, {"granted": 100, "giving": 10, "since": long_ago, "answered": 0})
-    book.mine["since"] = long_ago
-    assert book.missing == 10
-    assert book.is_hopeless(1)
-    book.lines[1]["since"] = time.monotonic_ns()
-    assert book.missing == 0
-    assert not book.is_hopeless(1)
-
-
 def test_a_thread_that_cannot_lock_the_ledger_stops_no_other(pair: tuple[Process, Process], folder: Path) -> None:
     first, _ = pair
     with locked_by_another(folder), pytest.raises(vmmkv.BudgetError, match="stopped"):
@@ -293,14 +275,6 @@ def test_a_request_beyond_the_limit_takes_nothing_from_others(pair: tuple[Proces
     assert first.pool.word("created") == 90
 
 
-def test_what_is_reserved_while_processes_run_is_kept_for_the_process() -> None:
-    book = make_book(100, {"granted": 40}, {"granted": 10, "reserved": 30})
-    assert not book.take(31)
-    assert book.take(30)
-    book.mine["granted"] = 80
-    assert book.missing == 10
-
-
 def damage(path: Path, how: str) -> None:
     if how == "gone":
         return path.unlink()
@@ -325,23 +299,6 @@ def test_a_damaged_ledger_is_made_anew(pair: tuple[Process, Process], folder: Pa
     assert first.pool.limit_pages == 100
     assert len([*folder.glob("*.damaged")]) == (how not in ("gone", "empty"))
     kept.free()
-
-
-@pytest.mark.parametrize("how", ["empty", "noise"])
-def test_a_damaged_ledger_grants_a_new_process_nothing_that_others_have(
-    pair: tuple[Process, Process], folder: Path, how: str
-) -> None:
-    kept = pair[0].cache.sequence(8 * 60)
-    for each in pair:
-        each.pool.lender.halt()  # type: ignore[union-attr]
-    (path,) = folder.iterdir()
-    damage(path, how)
-    assert not Ledger(path).change(lambda book: book.is_settled)
-    third = Process(100)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        third.cache.sequence(8 * 50)
-    third.close()
-    assert kept.length == 8 * 60
 
 
 def test_what_killed_processes_leave_is_removed_by_a_visitor(folder: Path) -> None:

@@ -159,20 +159,6 @@ def test_every_page_is_drawn_once_with_its_owner(
             assert filled == pytest.approx(tokens * cache.layout.token_bytes, rel=0.05, abs=64)
 
 
-def test_large_frames_and_what_is_mapped_ahead_are_drawn_so(
-    make_cache: Callable[..., vmmkv.KVCache], device: str
-) -> None:
-    cache = make_observed(make_cache, device, **LARGE_FRAMES)
-    begun = random.randint(1, 40)  # on one large frame
-    sequence = cache.sequence(begun, expected_tokens=200)
-    map_ahead(cache)
-    (line,) = squares(cache._repr_html_(), "row")
-    assert [each.owner for each in line] == [sequence.number] * 16 + [vmmkv.LOOKAHEAD_PAGE] * (len(line) - 16)
-    assert sum(each.is_joined for each in line) == len(line) // 16 * 15
-    for what in ("2 large frames", f"{len(line) - 16} lookahead"):
-        assert what in cache._repr_html_()
-
-
 def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:
     count = random.randint(MAX_NAMED + 1, 2 * MAX_NAMED)
     cache = make_cache(max_sequences=1 + count, pages=200)
@@ -191,28 +177,6 @@ def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) 
         assert f">{full} shared by several sequences" in picture
     cache.free(family[1:])
     assert "shared by" not in cache._repr_html_()
-
-
-def test_what_is_kept_is_drawn_so_on_its_row_and_on_none(make_cache: Callable[..., vmmkv.KVCache]) -> None:
-    cache = make_cache(max_sequences=2, large_frames=False)
-    tokens = random.randint(12, 60)
-    with cache.sequence(token_ids=range(tokens)) as chat:
-        all_pages = cache.stats().pages["used"]
-        chat.commit(range(tokens))
-        assert vmmkv.KEPT_PAGE not in cache.page_map()
-    kept = cache.stats().prefix_pages
-    assert 0 < kept <= all_pages
-    picture = cache._repr_html_()
-    (line,) = squares(picture, "row")
-    assert [each.owner for each in line] == [vmmkv.KEPT_PAGE] * kept + [vmmkv.SURPLUS_PAGE] * (all_pages - kept)
-    assert ">0: retired<" in picture
-    others = [cache.sequence(1), cache.sequence(1)]  # which take all rows
-    assert (cache.page_map() == vmmkv.KEPT_PAGE).sum() == kept
-    (physical,) = squares(cache._repr_html_(), "physical")
-    assert sum(each.owner == vmmkv.KEPT_PAGE for each in physical) == kept
-    cache.free(others)
-    cache.trim()
-    assert vmmkv.KEPT_PAGE not in cache.page_map()
 
 
 def test_pictures_of_large_caches_are_bounded() -> None:

@@ -278,14 +278,3 @@ def test_after_lost_notes_nothing_wrong_is_found(random: Random) -> None:
     assert found(tree, ids[:30] + [7] * 20) == 50
     Tables(tree).check()
     check(tree.cache.pool, [tree.cache], Tables(tree).held())
-
-
-def test_a_tree_that_is_collected_leaves_nothing() -> None:
-    tree, ids = new(), [*range(50)]
-    cache, sequence = tree.cache, tree.start(ids)[0]
-    tree.commit(sequence, ids)
-    sequence.free()
-    del tree
-    assert cache.pool.evict == []
-    cache.pool.trim_to()
-    assert cache.pool.word("created") == 0
