@@ -15,7 +15,7 @@ from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import open_driver
-from vmmkv.errors import OutOfPagesError, OutOfRowsError, StreamCaptureError
+from vmmkv.errors import OutOfPagesError, OutOfRowsError
 from vmmkv.layout import KVLayout
 from vmmkv.tensors import export_range
 
@@ -154,33 +154,6 @@ def test_threads_whose_kernels_write_and_check() -> None:
         each.cache.close()
     pool.trim_to()
     assert (pool.word("used"), pool.word("created"), pool.word("committed")) == (0, 0, 0)
-
-
-def test_a_captured_graph_reads_what_grew_since() -> None:
-    tensors = Tensors(Pool(open_driver("cuda"), 64), 2, large=False)
-    row = Row(tensors, tensors.cache.start(MOST), torch.zeros((0, 1), dtype=torch.int32, device="cuda"))
-    row.sequence.truncate(10)
-    row.fill(0)
-    total, length = torch.zeros((), dtype=torch.int64, device="cuda"), torch.tensor(10, device="cuda")
-    positions = torch.arange(40, device="cuda")
-    words = tensors.words[row.sequence.row]
-
-    def read() -> None:
-        total.copy_(torch.where(positions < length, words[:40, 0], 0).sum())
-
-    row.sequence.extend(30)
-    read()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        read()
-        with pytest.raises(StreamCaptureError):
-            row.sequence.free()
-    row.fill(10)
-    length.fill_(40)
-    graph.replay()
-    assert int(total) == int(row.shadow[:, 0].sum())
-    row.sequence.free()
 
 
 def test_a_page_is_mapped_again_after_its_first_row_is_gone() -> None:

@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import run_python, soon
-from loopback import looped
+from conftest import soon
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
 from vmmkv import nvtx
-from vmmkv.events import EventLog
 from vmmkv.metrics import PoolCollector
 from vmmkv.torch import GrowableTensor
 
@@ -104,19 +102,6 @@ def test_what_is_on_the_host_is_counted() -> None:
     assert scrape(pool)["vmmkv:host_bytes",] < values["vmmkv:host_bytes",]
 
 
-def test_events_that_were_dropped_are_counted() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
-    caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)]
-    assert ("vmmkv:kv_events_dropped_total",) not in scrape(pool)
-    caches += [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, event_log=EventLog(8, max_events=1)) for _ in range(2)]
-    told = [random.randint(0, 5) for _ in caches[1:]]
-    for cache, count in zip(caches[1:], told):
-        for token in range(count):
-            with cache.sequence(token_ids=[token] * 8) as sequence:
-                sequence.commit([token] * 8)
-    assert scrape(pool)["vmmkv:kv_events_dropped_total",] == sum(max(count - 1, 0) for count in told)
-
-
 def test_pools_come_and_go() -> None:
     """What is closed, or nobody holds any more, is no longer told of; a collector keeps no pool."""
     kept, closed, lost = (vmmkv.FramePool("16KiB", device="cpu", page_size=4096) for _ in range(3))
@@ -133,46 +118,6 @@ def test_pools_come_and_go() -> None:
     gc.collect()
     assert not scrape(SimpleNamespace(number=number))  # type: ignore[arg-type]
     assert scrape(kept)
-
-
-def test_without_the_extra_the_rest_works() -> None:
-    child = run_python(
-        """
-        import sys
-        import vmmkv
-        print("prometheus_client" in sys.modules)
-        """
-    )
-    assert child.stdout == "False\n", child.stderr
-
-
-def test_what_copies_or_maps_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
-    options = {"max_bytes": "40KiB", "host_bytes": "1MiB", "large_frames": False}
-    with vmmkv.KVCache(LAYOUT, 5, 80, device="cpu", page_size=4096, **options) as cache, looped():
-        cache.pool.nvtx = nvtx.Ranges(torch.device("cuda"))
-
-        def known() -> vmmkv.Sequence:
-            return cache.sequence(token_ids=np.arange(27))
-
-        with known() as first:
-            first.commit(np.arange(27))
-        for what, operation in {
-            "prefix hit": known,
-            "fork": (sequence := known()).fork,
-            "reorder": lambda: cache.reorder([sequence, cache.sequence(20)], [1, 1]),
-            "suspend": sequence.suspend,
-            "resume": sequence.resume,
-            "send": lambda: sequence.send(1),
-            "receive": lambda: cache.receive(1),
-        }.items():
-            del calls[:]
-            kept = operation()
-            assert f"vmmkv: {what}" in calls, what
-            assert calls.count("end") * 2 == len(calls)
-            del kept
 
 
 def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
