@@ -8,94 +8,21 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from itertools import count
-from random import Random
 from typing import Any
 
 import pytest
 from conftest import run_python
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ring import Ring
-from router import CreatedData, Dictionary, Prefix, RemovedData, Router, read
+from router import CreatedData, Dictionary, RemovedData, read
 
 import vmmkv
 
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
-from vmmkv.events import Cleared, Created, Dropped, Event, EventLog, Stored, salt_of, tensorrt_llm, vllm  # noqa: E402
+from vmmkv.events import Cleared, Created, Dropped, Event, EventLog, Stored, tensorrt_llm, vllm  # noqa: E402
 from vmmkv.events.chain import Link  # noqa: E402
 from vmmkv.events.publisher import EventPublisher  # noqa: E402
-
-
-class Cache:
-    """A tree of tokens in plain lists, which writes what changes to a ring."""
-
-    def __init__(self, log: EventLog, names: list[tuple[str | None, str | int | None, str | int | None]]) -> None:
-        self.log, self.ring, self.names = log, Ring(log), names
-        self.nodes: dict[int, tuple[int, int, list[int]]] = {}  # parent, its number of tokens, ids of its path
-        self.names_of: dict[int, Any] = {}
-
-    def store(self, parent: int, ids: list[int], names: Any) -> None:
-        path = self.nodes[parent][2] if parent else []
-        node = self.ring.store(ids, parent, len(path), names)
-        self.nodes[node], self.names_of[node] = (parent, len(path), path + ids), names
-
-    def leaves(self) -> list[int]:
-        return sorted(self.nodes.keys() - {parent for parent, _, _ in self.nodes.values()})
-
-    def remove(self, node: int) -> None:
-        self.ring.remove(node)
-        del self.nodes[node]
-
-    def clear(self) -> None:
-        self.ring.clear()
-        self.nodes.clear()
-
-    def blocks(self) -> set[Prefix]:
-        """Prefixes that end with a block."""
-        found = set()
-        for node, (_, start, path) in self.nodes.items():
-            salt, adapter, tenant = self.names_of[node]
-            key = salt_of(salt, tenant), None if adapter is None else str(adapter)
-            size = self.log.block_size
-            found |= {(*key, *path[:end]) for end in range(size, len(path) + 1, size) if end > start}
-        return found
-
-
-@given(st.randoms(use_true_random=True))
-@settings(max_examples=100)
-def test_routers_know_what_there_is(random: Random) -> None:
-    """Through both encodings; where events were dropped they know less, but nothing that is not there."""
-    log = EventLog(random.randint(1, 5), max_events=random.choice([3, 10_000]))
-    names = [(None, None, None), ("salt", None, None), (None, "adapter", None), (None, 7, None), ("salt", None, 3)]
-    cache, routers = Cache(log, names), (Router(), Router())
-    arrays, encoder = random.random() < 0.5, tensorrt_llm.Encoder(100, attention_dp_rank=1)
-    for _ in range(random.randint(1, 60)):
-        match random.choice(4 * ["store", "store", "remove", "drain"] + ["clear"]):
-            case "store":
-                parent = random.choice([0, *cache.nodes])
-                names_of = cache.names_of[parent] if parent else random.choice(names)
-                cache.store(parent, random.choices([0, 1], k=random.randint(1, 12)), names_of)
-            case "remove" if cache.nodes:
-                cache.remove(random.choice(cache.leaves()))
-            case "drain":
-                drain(log, routers, arrays, encoder, random.choice([None, 1, 2]))
-            case "clear":
-                cache.clear()
-    drain(log, routers, arrays, encoder)
-    for router in routers:
-        assert router.known <= cache.blocks()
-        assert log.dropped or router.known == cache.blocks()
-
-
-def drain(
-    log: EventLog, routers: tuple[Router, Router], arrays: bool, encoder: tensorrt_llm.Encoder, most: int | None = None
-) -> None:
-    events = log.events(most=most)
-    assert most is None or len(events) <= most
-    routers[0].read_vllm(events, arrays)
-    routers[1].read_tensorrt_llm(encoder.encode(events))
 
 
 def test_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,35 +153,6 @@ def test_dictionaries_say_of_what_was_cleared_or_dropped_that_it_is_removed() ->
     removed, *stored = encoder.encode(log.events())
     assert set(removed["data"]["block_hashes"]) == hashes
     assert [each["event_id"] for each in (removed, *stored)] == [4, 5, 6]
-
-
-def test_threads_lose_nothing() -> None:
-    """Whoever waits is woken, and what each producer appends comes in order, once."""
-    log, count, producers = EventLog(1), 300, 3
-    ring = Ring(log)
-    received: list[tuple[int, int]] = []
-
-    def consume() -> None:
-        while events := log.events(timeout=None, most=7):
-            stored = (event for event in events if isinstance(event, Stored))
-            received.extend(divmod(int(event.blocks.ids[-1]), count) for event in stored)
-
-    def produce(number: int) -> None:
-        for i in range(count):
-            ring.store([number * count + i])
-
-    consumer = threading.Thread(target=consume)
-    threads = [threading.Thread(target=produce, args=(number,)) for number in range(producers)]
-    for thread in (consumer, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    log.close()
-    consumer.join(timeout=300)
-    assert not consumer.is_alive()
-    assert log.dropped == 0
-    for number in range(producers):
-        assert [i for producer, i in received if producer == number] == list(range(count))
 
 
 def test_closing_wakes_all_and_keeps_the_rest() -> None:

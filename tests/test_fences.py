@@ -12,7 +12,6 @@ from faulty import CALLS, FaultyDriver
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.driver.fence import Fence
 from vmmkv.driver.table import NOT_READY
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
@@ -361,36 +360,6 @@ def use_everything(cache: vmmkv.KVCache) -> None:
     assert (fork.k(0)[:30] == 3).all()
     fork.free()
     cache.trim()
-    cache.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
-def test_another_context_may_be_current(gpu_cache, device: str) -> None:
-    """Calls are made in the device's own, and leave the caller's as it was."""
-    import cuda.bindings.driver as cu
-
-    cache = gpu_cache(pages=60)
-    use_everything(cache)
-    _, gpu = cu.cuDeviceGet(0)
-    status, context = cu.cuCtxCreate(None, 0, gpu)
-    assert status == cu.CUresult.CUDA_SUCCESS
-    try:
-        driver = cache.pool.driver
-        fence = Fence.after(driver, [driver.current_stream()])
-        assert cu.cuCtxGetCurrent()[1].getPtr() != 0
-        handle, address = driver.create(), driver.reserve(driver.page_size)
-        driver.map(address, handle)
-        driver.set_access(address, driver.page_size)
-        driver.fill(address, driver.page_size, 7, driver.current_stream())
-        fence.wait()
-        driver.synchronize()
-        driver.unmap(address, driver.page_size)
-        driver.release(handle)
-        driver.free(address, driver.page_size)
-        assert int(cu.cuCtxGetCurrent()[1]) == int(context)
-    finally:
-        cu.cuCtxDestroy(context)
     cache.check()
 
 

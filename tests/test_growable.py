@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from random import Random
 
 import pytest
@@ -262,24 +261,6 @@ def test_views_keep_memory_until_the_last_dies_or_addresses_if_it_was_closed() -
         assert not driver.ranges
 
 
-def test_the_last_view_may_die_in_the_middle_of_a_change_of_its_thread() -> None:
-    """The pool's next change closes the tensor then."""
-    driver = FaultyDriver(small_driver("cpu"))
-    pool = FramePool.on(driver.inner, 90 * PAGE)
-    grown, other = (GrowableTensor((100, 64), torch.float32, pool=pool) for _ in range(2))
-    grown.resize(90)
-    views = [grown.tensor]
-    del grown
-    with pool.lock:
-        views.clear()
-    assert driver.mapped
-    other.resize(1)
-    assert len(driver.mapped) == 1
-    other.close()
-    pool.close()
-    assert not driver.ranges
-
-
 def test_a_tensor_that_cannot_be_closed_is_closed_later() -> None:
     for call in ("unmap", "synchronize", "free"):
         driver = FaultyDriver(small_driver("cpu"))
@@ -325,27 +306,6 @@ def test_a_call_that_is_interrupted_at_any_line(name: str) -> None:
         assert not driver.mapped
         pool.close()
         assert not driver.handles
-
-
-def test_calls_of_several_threads() -> None:
-    """Each appends rows of its own; none is lost or torn."""
-    grown = GrowableTensor((4000, 16), torch.int64, "cpu", page_size=PAGE, max_bytes="1MiB")
-    counts = [0] * 4
-
-    def work(number: int) -> None:
-        random = Random(number)
-        for _ in range(50):
-            rows = random.randrange(1, 9)
-            grown.append(torch.full((rows, 16), number))
-            counts[number] += rows
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.bincount(grown.tensor[:, 0], minlength=4).tolist() == counts
-    assert (grown.tensor == grown.tensor[:, :1]).all()
 
 
 def test_a_call_in_the_middle_of_another_of_its_thread_is_refused() -> None:

@@ -126,14 +126,14 @@ def rows_of_a_cache(case: Case, rows: list[int], lengths: list[int]) -> tuple[to
     return cache.scaled_kv(1) if case.kv else cache.kv(1)
 
 
-def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+def attend(case: Case, inputs: Inputs, dtype: torch.dtype, scale: float | None = None) -> torch.Tensor:
     """The same in plain torch, in another precision."""
     outputs = []
     for index, (count, length) in enumerate(zip(inputs.counts, inputs.lengths)):
         q = inputs.q[sum(inputs.counts[:index]) :][:count].to(dtype)
         group = case.heads // case.kv_heads
         k, v = (live[index].to(dtype).repeat_interleave(group, 1) for live in (inputs.live_k, inputs.live_v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * case.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or case.head_dim**-0.5)
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         position = torch.arange(length - count, length, device=DEVICE)[:, None]
@@ -154,11 +154,11 @@ def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
-    check_error(ours, attend(case, inputs, torch.float64), attend(case, inputs, case.dtype))
+def check(case: Case, inputs: Inputs, ours: torch.Tensor, times: float = 2, scale: float | None = None) -> None:
+    check_error(ours, attend(case, inputs, torch.float64, scale), attend(case, inputs, case.dtype, scale), times)
 
 
-def check_error(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor, times: float = 2) -> None:
+def check_error(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor, times: float) -> None:
     """Our error is at most twice that of the same formulas in torch, in the dtype of the inputs, or than rounding."""
     assert ours.isfinite().all()
     error, peer, size = (values.square().mean().sqrt() for values in (ours - exact, theirs - exact, exact))
@@ -291,21 +291,6 @@ def test_prefill(case: Case) -> None:
         softcap=case.softcap, out=out, kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out)
-
-
-def test_blocks_share_all_jobs_in_launch_after_launch() -> None:
-    """No job, fewer than there are blocks of threads, and more; outputs are those of a kernel that takes none."""
-    more = [python_random.randint(129, 140), 2] if DEVICE == "cpu" else [python_random.randint(1, 5000) for _ in "abcd"]
-    for counts in python_random.sample([[0, 0], [3], more, [1, 0, 2]], 4):
-        heads = python_random.choice([1, 2])
-        q = torch.randn(sum(counts) + 1, heads, 64, device=DEVICE).to(bf16)
-        k, v = (torch.randn(len(counts), max(counts) + 1, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
-        cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)])
-        outs = [
-            prefill(q, k, v, cu_seqlens, int32(counts), out=torch.zeros_like(q), kernel=kernel)
-            for kernel in ("wgmma", "mma")
-        ]
-        torch.testing.assert_close(*outs, atol=0.03, rtol=0.03)
 
 
 MIXED = few(1, "8 bits", [Case(bf16, 64, 1, 1, block_size=16, kv=int8)])
@@ -580,27 +565,6 @@ def test_every_number_of_8_bits_comes_out_as_it_is(kv: torch.dtype, kernel: str)
     assert torch.equal(out[~exact.isnan()], exact[~exact.isnan()])
 
 
-@pytest.mark.parametrize("sizes", [(119, -99, 85), (-115, 115, -50)], ids=str)
-@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
-def test_8_bits_of_any_size(kv: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Great queries to small K, and the reverse; V great or small, and different from token to token, zero as well."""
-    length = python_random.randint(70, 120)
-    k, v = (torch.randn(length, 1, 64, device=DEVICE) for _ in "kv")
-    q = torch.randn(1, 1, 3, 64, device=DEVICE)
-    v *= torch.empty(length, 1, 1, device=DEVICE).uniform_(-20, 0).exp2()
-    v[torch.randperm(length)[:5]] = 0
-    v[16:32] = 0  # all that a warp looks at together
-    q, k, v = ((states * 2.0**size).to(bf16) for states, size in zip((q, k, v), sizes))
-    (k8, k_scales), (v8, v_scales) = quantize(k, kv), quantize(v, kv)
-    exact_k, exact_v = dequantize(k8, k_scales, torch.float64), dequantize(v8, v_scales, torch.float64)
-    less = 2.0 ** -(sizes[0] + sizes[1])  # so that scores are as always
-    inputs = Inputs(q[:, 0].double() * less, k, v, [1], [length], int32([0]), None, None, None, [exact_k], [exact_v])
-    exact = attend(Case(bf16, 64, 3, 1, q_len=1), inputs, torch.float64)
-    scales = {"k_scales": k_scales[None], "v_scales": v_scales[None], "scale": 64**-0.5 * less}
-    out = decode(q, k8[None], v8[None], int32([length]), **scales, kernel="mma")[:, 0]
-    assert (out - exact).norm() <= 1e-2 * exact.norm()
-
-
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
 def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
     """What attends to them is NaN, and nothing else is."""
@@ -713,31 +677,3 @@ def test_branches_of_a_graph_do_not_mix_up_their_parts() -> None:
         graph.replay()
         assert torch.equal(first, expected[0])
         assert torch.equal(second, expected[1])
-
-
-@pytest.mark.gpu
-def test_attention_runs_in_cuda_graphs_that_torch_makes() -> None:
-    q, k, v, seq_lens, rows = new_tokens()
-    step = torch.compile(lambda *tensors: decode(*tensors) * 2, mode="reduce-overhead", fullgraph=True)
-    for _ in range(4):
-        q.normal_()
-        assert torch.equal(step(q, k, v, seq_lens, rows), decode(q, k, v, seq_lens, rows) * 2)
-
-
-@pytest.mark.gpu
-def test_launches_on_several_streams_do_not_mix_up_their_parts() -> None:
-    """Sequences long enough to be cut into parts, on two streams at a time."""
-    cases = []
-    for _ in range(2):
-        q = torch.randn(2, 1, 8, 128, device=DEVICE, dtype=bf16)
-        k, v = (torch.randn(2, 20_000, 2, 128, device=DEVICE, dtype=bf16) for _ in "kv")
-        lens = int32([20_000, 13_000])
-        cases.append((q, k, v, lens, decode(q, k, v, lens), torch.cuda.Stream()))
-    torch.cuda.synchronize()
-    for _ in range(50):
-        outs = []
-        for q, k, v, lens, _, stream in cases:
-            with torch.cuda.stream(stream):
-                outs.append(decode(q, k, v, lens))
-        torch.cuda.synchronize()
-        assert all(torch.equal(out, case[4]) for out, case in zip(outs, cases))

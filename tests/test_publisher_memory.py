@@ -144,21 +144,3 @@ def test_many_that_ask_and_do_not_read(context: zmq.Context[zmq.Socket[bytes]]) 
         late = [number for number, _ in replayed(stalled[0])]
         assert set(late) == set(range(min(late), max(late) + 1))
         assert max(late) >= numbers[-1]
-
-
-def test_where_too_much_is_queued_the_next_ones_wait(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    with publishing(MIB) as publisher:
-        _, _, replays = publisher.store(200)
-        honest = client(context, replays)
-        published(honest)
-        before = publisher.memory()
-        stalled = [client(context, replays) for _ in range(CLIENTS)]
-        for _ in range(100):
-            for each in stalled:
-                ask(each)
-        publisher.store(50)
-        assert publisher.memory() - before < 8 * MIB
-        for each in stalled:
-            each.close(linger=0)
-        ask(honest)
-        assert replayed(honest)

@@ -142,6 +142,9 @@ def test_what_is_no_order_is_refused(make_cache) -> None:
             cache.reorder(sequences, indices)
     cache.reorder([], [])
     assert all(map(torch.equal, tokens_of(one), before))
+    two.release_before(15)
+    with pytest.raises(vmmkv.UnsupportedError, match="release_before"):
+        cache.reorder([two, one], [1, 0])
     two.free()
     with pytest.raises(vmmkv.UseAfterFreeError):
         cache.reorder([one, two], [1, 0])
