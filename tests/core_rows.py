@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from random import Random
 
 import torch
@@ -99,7 +98,3 @@ def given_up(pool: Pool, cache: Cache) -> None:
     """Gives up a copy that an interruption left in the staging range, as the next copy would."""
     with pool.copying:
         cache.pool.unstage()
-
-
-def tickets_of(rows: list[Row]) -> array[int]:
-    return array("q", [row.sequence.ticket for row in rows])

@@ -34,26 +34,6 @@ def test_a_copy_without_its_history_is_told(tmp_path: Path, monkeypatch: pytest.
     assert environment.environment(torch.device("cpu"))["commit"] == "0123abc"
 
 
-def test_results_that_were_written_since_change_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> None:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
-
-    code, result = tmp_path / "vmmkv" / "environment.py", tmp_path / "result.json"
-    code.parent.mkdir()
-    code.write_text("")
-    result.write_text("")
-    git("init")
-    git("add", "-A")
-    git("commit", "-m", "as it was")
-    monkeypatch.setattr(environment, "__file__", str(code))
-    monkeypatch.delenv("VMMKV_COMMIT", raising=False)
-    result.write_text("1")
-    assert not environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
-    code.write_text("1")
-    assert environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
-
-
 def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_bytes(b"1,2")
@@ -63,20 +43,3 @@ def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "vllm" not in told["packages"]
     assert told["inputs"] == {"trace.csv": hashlib.sha256(b"1,2").hexdigest()}
     assert figures.complete({"environment": told}) == {"environment": told}
-
-
-def test_the_state_of_gpus_is_told_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = tmp_path / "states"
-    states.write_text("580.1, 345, 2619, 78.9, 31, 0x1\n580.1, 1980, 2619, 690.2, 60, 0x4\n")
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\nhead -n 1 {states}\nsed -i 1d {states}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(environment, "environment", lambda device: {"device": str(device)})
-    told = figures.complete({"environment": figures.environment(torch.device("cuda"))})["environment"]
-    (before,), (after,) = told["gpus_before"], told["gpus_after"]
-    assert (before["clocks.sm"], after["clocks.sm"], after["power.draw"]) == ("345", "1980", "690.2")
-    assert before["driver_version"] == after["driver_version"] == "580.1"
-    states.write_text("")
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert figures.complete({"environment": told})["environment"]["gpus_after"] == []

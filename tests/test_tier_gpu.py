@@ -1,4 +1,4 @@
-"""The books and the host tier on a GPU: contents that kernels write and check, before and after they were on the host."""
+"""The books and the host tier on a GPU: contents that kernels write and check, before and after a time on the host."""
 
 from __future__ import annotations
 
