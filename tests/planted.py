@@ -121,10 +121,6 @@ def wraps_bytes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths, offset=lambda *at: wrapped(4 * offset_of(*at), True) // 4)
 
 
-def wraps_elements(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, offset=lambda *at: wrapped(offset_of(*at), True))
-
-
 def wraps_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     def offset(view: Tensor, row: int, token: int) -> int:
         return wrapped(row * view.stride(0), True) + token * view.stride(1)

@@ -85,13 +85,6 @@ def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path:
     assert json.loads(found["writes"]) == {"environment": 2}
 
 
-def test_all_end_within_the_seconds(results: Path) -> None:
-    done = invoke("--seconds", "400", "--only", "prints", "--only", "writes")  # each needs half of its 600
-    assert done.exit_code == 0, done.output
-    assert 300 < int(json.loads((results / "prints.json").read_text())["environment"][0]) < 400
-    assert "not begun" in invoke("--seconds", "299", "--only", "prints").stdout
-
-
 def test_what_runs_can_be_chosen(results: Path) -> None:
     listed = invoke("--list", "--only", "fails").stdout
     assert "fails" in listed

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import batching, tables
 from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
-from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
+from benchmarks.serve.measure import figures, quantiles
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.workload import Request
 
@@ -127,12 +127,6 @@ def test_long_answers_are_preempted_and_suspended_if_one_asks_for_it(tmp_path: P
     assert suspended["recomputed_tokens"] < anew["recomputed_tokens"]
 
 
-def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
-    sizes = "--requests", "2000", "--tokens", "10000000", "--budget-seconds", "1"
-    missed = measured(tmp_path, *sizes)["missed"]
-    assert "conversations, saturation, vmm, round 3" in missed
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--backends", "stack"), ("--model", "no-such"), ("--json", "no/such/folder/result.json")],
@@ -175,23 +169,3 @@ def test_figures_of_a_run() -> None:
     assert (row["peak_bytes"], row["mean_bytes"]) == (100, 87.5)
     assert quantiles(np.empty(0)) == {"p50": None, "p99": None, "most": None}
     assert quantiles(np.arange(1000.0))["p99"] == pytest.approx(989.01)
-
-
-def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
-    run, other = make_run(), make_run()
-    other.tokens[[0, 33]] = -1  # a prompt, and a request that did not finish
-    assert same_tokens(run, other) == 1.0
-    other.tokens[20] = -1  # the only output of the second
-    assert same_tokens(run, other) == 0.5
-
-
-def test_the_run_with_the_median_throughput_is_reported() -> None:
-    def row(speed: float, finished: int = 3) -> dict[str, Any]:
-        times = {"ttft_s": {"p50": 1.0}, "manager_step_us": {"p99": 2 * speed}}
-        return times | {"output_tokens_per_s": speed, "finished": finished, "requests": 3}
-
-    rows = [row(5.0), row(9.0), row(7.0), row(1.0, finished=2), row(8.0)]
-    found = middle(rows)
-    assert found.items() >= (row(7.0) | {"rounds": [5.0, 9.0, 7.0, 8.0]}).items()
-    assert found["each_round"]["manager_p99_us"] == [10.0, 18.0, 14.0, 16.0]
-    assert middle(rows[3:4]).items() >= (rows[3] | {"rounds": [1.0]}).items()

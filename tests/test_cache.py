@@ -103,15 +103,6 @@ def test_truncated_tokens_can_be_grown_again_without_a_driver_call(make_cache) -
     assert driver_calls(sequence.cache) == before
 
 
-def test_pages_behind_a_truncated_end_serve_others_under_pressure(make_cache) -> None:
-    cache = make_cache(pages=20)
-    long = cache.sequence(100)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        cache.sequence(10)
-    long.truncate(50)
-    cache.sequence(50)
-
-
 def test_a_sequence_that_begins_late_maps_nothing_in_front(make_cache) -> None:
     cache = make_cache(max_seq_len=1000, pages=12)
     late, other = cache.sequence(), cache.sequence()
@@ -297,16 +288,6 @@ def test_budgets(monkeypatch: pytest.MonkeyPatch, size, pages: int) -> None:
 def test_impossible_budgets(device: str, budget) -> None:
     with pytest.raises(vmmkv.BudgetError):
         vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 4, 100, device=device, **budget)
-
-
-def test_max_tokens_fit_however_they_are_spread() -> None:
-    driver = small_driver("cpu")
-    for lengths in np.random.default_rng().multinomial(150, [0.25] * 4, size=20):
-        cache = on_driver(driver, vmmkv.KVCache, small_layout(driver, layers_per_range=1), 4, 150, max_tokens=150)
-        for tokens in lengths.tolist():
-            cache.sequence(tokens).extend(0)
-        kept = [cache.sequence(tokens) for tokens in lengths.tolist()]
-        assert sum(sequence.length for sequence in kept) == 150
 
 
 # ---------------------------------------------------------------------- errors

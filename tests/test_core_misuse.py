@@ -286,21 +286,6 @@ def test_a_stream_that_is_captured_gets_no_work(scrub: bool) -> None:
     assert len(set(done)) > 10
 
 
-def test_poison_is_no_part_of_a_graph() -> None:
-    """A growth during a capture fills nothing, and succeeds, as it does without poison."""
-    device = CapturingDevice(Random())
-    cache = Cache(Pool(device.inner, 90, poison=True), LAYOUT.record_bytes, 6, 200)
-    sequence = cache.start(4)
-    queued = device.current.submitted
-    device.captured = {device.current.cuda_stream}
-    sequence.extend(100)
-    assert device.current.submitted == queued
-    device.captured = set()
-    sequence.extend(90)
-    assert device.current.submitted > queued
-    check_all(cache.pool, cache)
-
-
 def test_more_streams_than_slots() -> None:
     device = CapturingDevice(Random())
     pool = Pool(device.inner, 90)
@@ -327,42 +312,6 @@ def test_more_streams_than_slots() -> None:
 
 
 # ---------------------------------------------------------------------- in the middle of others
-
-
-def test_what_a_finalizer_does_in_the_middle_of_a_change() -> None:
-    """Each call is refused, or is done, on the thread that is in the middle: it never waits for itself."""
-    pool = new_pool(90)
-    cache, other = new_cache(pool), new_cache(pool)
-    row, gone = filled(cache), cache.start(5)
-    refused = []
-    with pool.lock:  # as in `Pool.change`
-        for call in (
-            partial(row.sequence.extend, 60),
-            row.sequence.fork,
-            pool.trim_to,
-            partial(pool.limit_to, 80),
-            other.close,
-            partial(cache.start, 60),
-            partial(cache.part, row.sequence.ticket, 0),
-        ):
-            try:
-                call()
-            except BusyError:
-                refused.append(call)
-        gone.free()
-        row.sequence.truncate(19)
-        started = cache.start()
-    assert len(refused) >= 6
-    assert started.length == 0
-    check_all(pool, cache, other)
-    del row.tokens[19:]
-    row.verify()
-    with pool.copying:
-        for call in (other.close, partial(cache.part, row.sequence.ticket, 0)):
-            with pytest.raises(BusyError):
-                call()
-    other.close()
-    check_all(pool, cache)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -393,19 +342,3 @@ def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> Non
     row.write(Random(), 6)
     check_all(pool, cache)
     row.verify()
-
-
-def test_errors_have_no_surprises() -> None:
-    """A ticket that was plain wrong names nothing."""
-    pool = new_pool()
-    cache, ask = new_cache(pool), Ask()
-    for ticket in (0, 1, -1, 1 << 24, (1 << 63) - 1, -(1 << 63), (5 << 24) | 0xFFFFFF):
-        tickets = array("q", [ticket])
-        address = tickets.buffer_info()[0]
-        assert entries.grow_one(cache.address, ticket, 1, -1) < 0
-        assert entries.grow(cache.address, address, 1, 1, 0, ask.address) < 0
-        assert entries.keep(cache.address, ticket, 0, 0, ask.address) < 0
-        assert entries.free(cache.address, address, 1, 0, ask.address) == 0
-        assert pool.change(Ask(), entries.plan_share, cache.address, ticket, 0, 0, 0, 0) < 0
-        assert pool.change(Ask(), entries.plan_part, cache.address, ticket, 0, 0) < 0
-        check_all(pool, cache)

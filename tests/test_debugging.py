@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import run_python
-from test_threads import Crew
 
 import vmmkv
 from vmmkv.torch import GrowableTensor
@@ -133,13 +132,6 @@ def test_a_pool_that_is_closed_too_early_says_what_lies_on_it() -> None:
     cache.close()
     tensor.close()
     pool.close()
-
-
-@pytest.mark.filterwarnings("ignore::vmmkv.LeakWarning")
-def test_threads_while_debugging() -> None:
-    pool = vmmkv.FramePool("480KiB", device="cpu", page_size=4096)
-    caches = [vmmkv.KVCache(layout(), 8, 120, pool=pool, lookahead=20 * index, scrub=index == 1) for index in range(3)]
-    Crew(caches, 50).run(4)
 
 
 @pytest.mark.gpu

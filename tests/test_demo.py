@@ -63,19 +63,6 @@ def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
     assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
 
 
-def test_on_the_host_a_trace_is_replayed_as_far_as_it_takes_no_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless that is asked for; and it is said how far."""
-    path = tmp_path / "trace.csv"
-    path.write_text("ContextTokens,GeneratedTokens\n300,10\n40,8\n300,5\n")
-    monkeypatch.setattr("vmmkv.cli.demo.HOST_TOKENS", 320)
-    for options, requests, tokens in (([], 2, 358), (["--requests", "3"], 3, 663)):
-        result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--trace", str(path), "--json", *options])
-        assert json.loads(result.stdout)["requests"] == requests
-        assert f"Replaying {requests} of 3 requests, {tokens} tokens" in result.stderr
-
-
 def chats(count: int) -> list[Request]:
     """Requests whose prompts often begin alike, in blocks."""
     prompts: list[list[int]] = [[]]

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import Any
 
 import pytest
 from conftest import run_python
@@ -21,7 +20,6 @@ msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
 from vmmkv.events import Cleared, Created, Dropped, Event, EventLog, Stored, tensorrt_llm, vllm  # noqa: E402
-from vmmkv.events.chain import Link  # noqa: E402
 from vmmkv.events.publisher import EventPublisher  # noqa: E402
 
 
@@ -83,27 +81,6 @@ def test_what_does_not_fit_is_dropped_and_told() -> None:
     ring.remove(first)
     ring.store([8])
     assert [type(each) for each in log.events()] == [Stored]
-
-
-def test_an_interrupted_drain_says_what_it_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = EventLog(1)
-    ring = Ring(log)
-    store(ring, range(4))
-    calls, follow = iter(range(9)), Link.follow
-
-    def interrupted(link: Link, *args: Any) -> Any:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return follow(link, *args)
-
-    monkeypatch.setattr(Link, "follow", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        log.events()
-    (dropped,) = log.events()
-    assert dropped.count == log.dropped == 4
-    store(ring, [4])
-    (stored,) = log.events()
-    assert stored.blocks.ids == [4]
 
 
 def test_wrong_calls_are_refused_and_change_nothing() -> None:
@@ -343,19 +320,3 @@ def test_a_publisher_keeps_a_bounded_past_and_says_what_was_dropped(sockets: zmq
     assert tokens_of(frames[2] for frames in replayed) == [6, 7, 8]
     log.close()
     publisher.close()
-
-
-def test_a_publisher_comes_to_subscribers(sockets: zmq.Context[zmq.Socket[bytes]]) -> None:
-    subscriber = sockets.socket(zmq.SUB)
-    subscriber.subscribe("")
-    endpoint = f"tcp://127.0.0.1:{subscriber.bind_to_random_port('tcp://127.0.0.1')}"
-    log = EventLog(1)
-    ring = Ring(log)
-    with pytest.raises(OSError, match="in use"):
-        EventPublisher(log, endpoint)
-    with EventPublisher(log, endpoint, bind=False):
-        while not subscriber.poll(50):
-            store(ring, [1])
-    topic, _, batch = subscriber.recv_multipart()
-    assert topic == b""
-    assert set(tokens_of([batch])) == {1}

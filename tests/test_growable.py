@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, run_python, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import SimulatedDevice
@@ -165,20 +165,6 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
             use()
 
 
-def test_rows_and_shapes_at_the_limits() -> None:
-    grown = GrowableTensor((1 << 40,), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    grown.resize(100_000)
-    grown.tensor.fill_(3)
-    with pytest.raises(vmmkv.OutOfPagesError) as caught:
-        grown.resize(1 << 40)
-    assert caught.value.requested == (1 << 28) - 25
-    assert (grown.tensor == 3).all()
-    wide = GrowableTensor((3, (100 << 40) // 4), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    with pytest.raises(vmmkv.OutOfPagesError):
-        wide.resize(1)
-    assert wide.capacity == 0
-
-
 def test_new_rows_are_no_numbers_with_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VMMKV_DEBUG", "1")
     grown = GrowableTensor((1000, 3), torch.float16, "cpu", page_size=PAGE, max_bytes="1MiB")
@@ -261,20 +247,6 @@ def test_views_keep_memory_until_the_last_dies_or_addresses_if_it_was_closed() -
         assert not driver.ranges
 
 
-def test_a_tensor_that_cannot_be_closed_is_closed_later() -> None:
-    for call in ("unmap", "synchronize", "free"):
-        driver = FaultyDriver(small_driver("cpu"))
-        grown = GrowableTensor((100, 64), torch.float32, pool=FramePool.on(driver.inner, 90 * PAGE))
-        grown.append(torch.full((100, 64), 3.0))
-        driver.fail(call)
-        with pytest.raises(vmmkv.DriverError):
-            grown.close()
-        assert call != "synchronize" or (grown.tensor == 3).all()
-        grown.close()
-        grown.pool.close()
-        assert not driver.ranges
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer
 @pytest.mark.parametrize("name", ["resize", "append", "trim"])
 def test_a_call_that_is_interrupted_at_any_line(name: str) -> None:
@@ -324,29 +296,3 @@ def test_a_call_in_the_middle_of_another_of_its_thread_is_refused() -> None:
     grown.append(rows)
     assert refused == [3, 3, 3]
     assert grown.tensor.tolist() == [1, 1, 1]
-
-
-def test_a_forked_child_is_refused_and_ends() -> None:
-    child = run_python(
-        """
-        import os, torch
-        from vmmkv.errors import ForkError
-        from vmmkv.torch.growable_tensor import GrowableTensor
-        grown = GrowableTensor((100,), torch.uint8, "cpu", page_size=4096, max_bytes="1MiB")
-        grown.append(torch.ones(5, dtype=torch.uint8))
-        view = grown.tensor
-        if not os.fork():
-            for call in (lambda: grown.resize(9), lambda: grown.append(view), grown.trim, lambda: grown.tensor):
-                try:
-                    call()
-                except ForkError:
-                    print("refused", end=" ", flush=True)
-            grown.close()
-            del grown, view
-            sys.exit()
-        assert os.wait()[1] == 0
-        grown.append(view)
-        print(grown.tensor.tolist())
-        """
-    )
-    assert child.stdout == f"{'refused ' * 4}{[1] * 10}\n", child.stderr

@@ -6,7 +6,7 @@ Everything outside the tokens that a query may see is NaN, or not there at all, 
 from __future__ import annotations
 
 import random as python_random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -166,67 +166,6 @@ def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     )  # fmt: skip
     check_latents(case, inputs, out[: sum(counts)])
     assert (out[sum(counts) :] == 7).all()
-
-
-class Heads(NamedTuple):
-    """Queries `[tokens, heads, nope + rotary]`, and what makes heads of latents."""
-
-    q: torch.Tensor
-    up_k: torch.Tensor
-    up_v: torch.Tensor
-
-    def absorbed(self) -> torch.Tensor:
-        """Queries of latents."""
-        nope = self.up_k.shape[1]
-        return torch.cat([torch.einsum("thn,hnd->thd", self.q[..., :nope], self.up_k), self.q[..., nope:]], -1)
-
-    def attention(self, latents: torch.Tensor) -> torch.Tensor:
-        """Of the last tokens to all, by heads of their own: `[tokens, heads, v]`."""
-        compressed, rotary = latents[:, :V_WIDTH], latents[:, V_WIDTH:]
-        k_nope = torch.einsum("kd,hnd->khn", compressed, self.up_k)
-        k = torch.cat([k_nope, rotary[:, None].expand(-1, len(self.up_k), -1)], -1)
-        v = torch.einsum("kd,hnd->khn", compressed, self.up_v)
-        mask = torch.ones(len(self.q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(self.q))
-        states = (each.transpose(0, 1) for each in (self.q, k, v))
-        scale = self.q.shape[-1] ** -0.5
-        return torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale).transpose(0, 1)
-
-
-def test_latents_stand_for_heads_of_their_own() -> None:
-    """From rows that `append` wrote, prompts first and then tokens one by one, to what heads would give whose K and V
-    are made of the latents: nowhere is there a V."""
-    heads, nope, v_width, prompts = 16, 32, 24, [python_random.randint(1, 6), python_random.randint(20, 40)]
-    layer = python_random.randrange(3)
-    scale = (nope + ROTARY) ** -0.5
-    up_k, up_v = (torch.randn(heads, width, V_WIDTH, device=DEVICE).double() / 16 for width in (nope, v_width))
-    cache = make_cache(3, 64, bf16)
-    sequences = [cache.sequence(length) for length in prompts]
-    k, no_v = cache.kv(layer)
-    assert cache.layout.token_bytes == 3 * WIDTH * 2
-    rows, held = int32([sequence.row for sequence in sequences]), [torch.empty(0, WIDTH, device=DEVICE).double()] * 2
-
-    def step(counts: list[int], lengths: list[int], ours: Any) -> None:
-        new = torch.randn(sum(counts), 1, WIDTH, device=DEVICE).to(bf16)
-        before = int32([length - count for count, length in zip(counts, lengths)])
-        append(new, new[..., :0], k, no_v, rows, before, cumulated(counts))
-        queries = torch.randn(sum(counts), heads, nope + ROTARY, device=DEVICE).double()
-        asked = Heads(queries, up_k, up_v).absorbed().to(bf16)
-        out = torch.einsum("thd,hnd->thn", ours(asked, counts, lengths).double(), up_v)
-        for index, (latents, q) in enumerate(zip(new[:, 0].double().split(counts), queries.split(counts))):
-            held[index] = torch.cat([held[index], latents])
-            exact = Heads(q, up_k, up_v).attention(held[index])
-            error = out[sum(counts[:index]) :][: counts[index]] - exact
-            assert error.norm() <= 0.02 * exact.norm()
-
-    step(prompts, prompts, lambda q, counts, lengths: prefill(
-        q, k, k[..., :V_WIDTH], cumulated(counts), int32(lengths), rows, scale=scale
-    ))  # fmt: skip
-    for number in range(1, 3):
-        for sequence in sequences:
-            sequence.extend(1)
-        step([1, 1], [length + number for length in prompts], lambda q, counts, lengths: decode(
-            q[:, None], k, k[..., :V_WIDTH], int32(lengths), rows, scale=scale
-        )[:, 0])  # fmt: skip
 
 
 HEADS = {"wgmma": 64, "mma": 16, "plain": 4}

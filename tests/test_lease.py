@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -235,41 +234,6 @@ def test_what_a_block_has_not_made_can_be_reserved_by_others() -> None:
     device.end(lease)
 
 
-def test_segments_come_while_others_take_the_lease() -> None:
-    """In another thread, whatever happens to the limit and the cache meanwhile."""
-    device, over, got = Device(24), threading.Event(), [0, 0]
-    pool, lease, cache = device.pool, device.lease(20, reserved=4), device.cache()
-
-    def allocate() -> None:
-        random = Random(5)
-        while not over.is_set():
-            got[device.allocate(random.randint(1, 6))] += 1
-            if len(device.segments) > random.randint(0, 4):
-                device.deallocate()
-
-    thread, random = threading.Thread(target=allocate), Random(6)
-    thread.start()
-    calls = [
-        lease.grow,
-        lambda: lease.give(3),
-        lambda: cache.sequence(8 * random.randint(1, 12)).free(),
-        lambda: pool.set_limit(random.randint(4, 24) * PAGE),
-    ]
-    try:
-        for _ in range(150):
-            with suppress(OutOfPagesError):
-                random.choice(calls)()
-            assert device.functions.allocator.budget == pool.word("leased")
-            assert pool.word("leased") + pool.word("created") <= pool.limit_pages
-    finally:
-        over.set()
-        thread.join()
-    assert min(got) > 0
-    device.check()
-    cache.close()
-    device.end(lease)
-
-
 @pytest.mark.parametrize("name", ["grow", "shrink", "give", "end", "limit"])
 def test_a_lease_that_was_interrupted(name: str) -> None:
     """At any line: the books are right, and what was made is as it was."""
@@ -423,25 +387,6 @@ def test_a_memory_pool_leases_while_it_is_in_use(caching: Caching) -> None:
     del memory, call
     device.pool.close()
     assert not device.driver.handles
-
-
-def test_a_segment_that_could_not_be_leased(caching: Caching) -> None:
-    memory = lessee(caching, 12)
-    cache = caching.device.cache(large_frames=False)
-    sequence = cache.sequence(17 * 8)
-    tensors = []
-
-    def work() -> None:
-        with memory:
-            tensors.extend([caching.tensor(), caching.tensor()])
-            sequence.extend(8)
-            tensors.append(caching.tensor())
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        work()
-    assert "what could be leased" in caught.value.__notes__[0]
-    del caught  # it holds the pool
-    assert memory.stats().physical_bytes == memory.stats().leased_bytes == 2 * PAGE
 
 
 def test_what_a_memory_pool_does_not_go_with_is_refused() -> None:

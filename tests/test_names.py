@@ -73,16 +73,6 @@ def test_other_names_give_other_blocks_and_other_salts(one: Names, other: Names)
     assert (salt_of(one[0], one[2]) != salt_of(other[0], other[2])) == apart
 
 
-@pytest.mark.parametrize("salt", ['["x", null]', '["x", "x"]', '[null, "x"]', '["x"'])
-def test_no_salt_is_taken_for_a_tenants(salt: str) -> None:
-    """In what events name, and in what they say to routers that name blocks themselves."""
-    for told in ('["x", null]', '["x", "x"]'):
-        assert salt_of(salt) != told
-    for own in (None, "x"):
-        assert hashes((salt, None, None), [1, 2], 2) != hashes((own, None, "x"), [1, 2], 2)
-    assert (salt_of("x"), salt_of(None), salt_of(None, "x")) == ("x", None, '["x", null]')
-
-
 NO_NAMES: dict[str, Any] = {"salt": None, "adapter": None, "tenant": None}
 
 

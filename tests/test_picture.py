@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from math import ceil, floor
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -18,7 +17,7 @@ import vmmkv
 from vmmkv.core import entries
 from vmmkv.core.mapper import FRAMES
 from vmmkv.core.pool import Ask
-from vmmkv.picture import MAX_NAMED, MAX_PAGES, MAX_ROWS
+from vmmkv.picture import MAX_PAGES, MAX_ROWS
 from vmmkv.svg import WIDTH, colour
 from vmmkv.torch import GrowableTensor
 
@@ -157,26 +156,6 @@ def test_every_page_is_drawn_once_with_its_owner(
             tokens = sequence.length - sequence.start
             filled = sum(each.part for each in used) * cache.page_size
             assert filled == pytest.approx(tokens * cache.layout.token_bytes, rel=0.05, abs=64)
-
-
-def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:
-    count = random.randint(MAX_NAMED + 1, 2 * MAX_NAMED)
-    cache = make_cache(max_sequences=1 + count, pages=200)
-    parent = cache.sequence(random.randint(12, 90))
-    full, all_pages = (pages(parent.length * cache.layout.token_bytes / cache.page_size) for pages in (floor, ceil))
-    family = [parent, *cache.fork_many(parent, count)]
-    for line, sequence in zip(squares(cache._repr_html_(), "row"), family):
-        assert [each.owner for each in line] == [sequence.number] * all_pages
-        assert [each.sharers for each in line] == [
-            [each.number for each in family[:MAX_NAMED]] if index < full else [] for index in range(all_pages)
-        ]
-    (physical,) = squares(cache._repr_html_(), "physical")
-    assert sum(each.owner == vmmkv.SHARED_PAGE for each in physical) == full
-    for picture in (cache._repr_html_(), family[-1]._repr_html_()):
-        assert picture.count(f" and {count + 1 - MAX_NAMED} more<") >= full
-        assert f">{full} shared by several sequences" in picture
-    cache.free(family[1:])
-    assert "shared by" not in cache._repr_html_()
 
 
 def test_pictures_of_large_caches_are_bounded() -> None:

@@ -8,7 +8,6 @@ that fail, of interruptions and of streams that run late for `test_faults`, `tes
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -265,39 +264,6 @@ def test_whole_large_frames_are_shared_and_others_copied() -> None:
     assert used(cache) == 2 * LARGE + begun
     check(child, values[: (LARGE + begun) * TOKENS])
     check(parent, values[: (LARGE + begun) * TOKENS])
-
-
-@pytest.mark.parametrize("large_frames", [False, True])
-@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "ranges"])
-def test_waste_is_what_no_token_of_anybody_fills(layout: vmmkv.KVLayout, large_frames: bool) -> None:
-    """A page of several sequences has as many bytes of tokens as the one with most of them holds there."""
-    random = Random()
-    cache = make(pages=600, layout=layout, large_frames=large_frames)
-    driver, size = cache.pool.driver, cache.page_size
-    sequences = [cache.sequence(random.randint(1, 50 * TOKENS))]
-    for _ in range(5):
-        sequences.append(random.choice(sequences).fork())
-        sequences[-1].extend(random.randint(0, 20))
-        one = random.choice(sequences)
-        one.truncate(random.randint(one.start, one.length))
-        one.release_before(random.randint(one.start, one.length))
-    held: dict[tuple[int, int], int] = {}
-    for sequence in sequences:
-        own: Counter[tuple[int, int]] = Counter()
-        for layer in range(layout.num_layers):
-            for states in (sequence.k(layer), sequence.v(layer)):
-                heads = states.shape[1] * states.shape[2] * states.element_size()
-                for token in states:
-                    first = token.data_ptr()
-                    for byte in range(first, first + heads, 64):
-                        page = begin = byte // size * size
-                        while driver.mapped.get(begin - size) == driver.mapped[page]:
-                            begin -= size  # of a large frame
-                        own[driver.mapped[page], page - begin] += 64
-        held |= {place: max(own[place], held.get(place, 0)) for place in own}
-    stats = cache.stats()
-    assert stats.waste == pytest.approx(1 - sum(held.values()) / (stats.pages["used"] * size) if held else 0)
-    cache.check()
 
 
 def test_parked_rows_that_share_pages_are_trimmed() -> None:

@@ -203,26 +203,6 @@ def test_another_user_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [path.parent.stat().st_uid for path in shared.glob(f"*/{os.getpid()}.json")] == [0]
 
 
-def test_where_no_folder_can_be_used_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publication, "roots", lambda: [tmp_path / "missing", Path("/proc")])
-    with pytest.raises(OSError, match=r"missing.*XDG_RUNTIME_DIR"):
-        vmmkv.publish()
-    assert top() == []
-
-
-def test_another_process_finds_them_in_the_users_folder(tmp_path: Path) -> None:
-    """With nothing replaced."""
-    code = """
-        import subprocess, sys, vmmkv
-        vmmkv.publish()
-        command = "from vmmkv.cli import main; main()"
-        sys.exit(subprocess.run([sys.executable, "-c", command, "top", "--once", "--json"]).returncode)
-    """
-    child = run_python(code, fresh=True, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
-    assert child.returncode == 0, child.stderr
-    assert [each["pools"] for each in json.loads(child.stdout)] == [[]]
-
-
 def test_the_table() -> None:
     pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
     cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)

@@ -85,27 +85,6 @@ def test_segments_hold_what_is_written_and_the_books_agree(c_driver, functions, 
     check()
 
 
-def test_whichever_call_fails_the_books_say_what_is_held() -> None:
-    for fail_at in range(100):
-        c_driver = CDriver(fail_at)
-        driver = c_driver.driver
-        functions = Functions(c_driver, BUDGET)
-        segment = functions.allocate(3 * driver.page_size - 5)
-        if segment:
-            functions.deallocate(segment, 3 * driver.page_size - 5)
-        assert not c_driver.misuse
-        assert functions.books["physical"] == driver.num_pages * driver.page_size
-        if c_driver.failed in ("reserve", "create", "map", "set_access", "pop", None):
-            assert not driver.handles
-            assert not driver.ranges
-        if not segment:
-            assert functions.books["status"] == 2
-            assert functions.books["refused"] == 3 * driver.page_size
-        if not c_driver.failed:
-            break
-    assert fail_at == 2 + 3 * 3 + 2 + 5  # every call of this life was made to fail once
-
-
 AFTER_THE_END = """
     import ctypes
     from numba import cfunc, types
