@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import queue
 import threading
 from random import Random
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, join
 from router import Router
 from test_prefixes import KEYS, LAYOUT, RANGES, Key, Machine, World
 
@@ -210,27 +207,3 @@ def test_events_that_nobody_drains() -> None:
     listener.listen()
     assert {tuple(ids) for _, ids in listener.known()} - before >= {(77,) * 8}
     assert world.cache.stats().events_dropped == dropped
-
-
-def test_a_cache_that_is_collected_ends_its_log() -> None:
-    world = World(40, event_log=EventLog(8), large_frames=False)
-    world.commit(world.start([1] * 40))
-    log = world.cache.event_log
-    assert log
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def follow() -> None:
-        while events := log.events(timeout=None):
-            for event in events:
-                found.put(type(event))
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    assert [found.get(timeout=PATIENCE) for _ in range(2)] == [Created, Stored]
-    world.ids.clear()
-    world.keys.clear()
-    del world
-    gc.collect()
-    join(thread)
-    assert found.get_nowait() is Cleared
-    assert log.closed

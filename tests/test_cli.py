@@ -114,27 +114,6 @@ def write_config(folder: Path, **sizes: int) -> Path:
     return path
 
 
-def test_plan_of_models_that_share_a_card(tmp_path: Path):
-    """By hand: each has all of the memory when the other has nothing to do, and half of it otherwise."""
-    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
-    models = "--model", str(large), "--model", str(small.parent)
-    result = plan(*models, "--memory", "40GiB", "--mean-tokens", "1024")
-    assert (result["memory_bytes"], result["share_bytes"]) == (40 << 30, 20 << 30)
-    assert [of["token_bytes"] for of in result["models"]] == [128 << 10, 64 << 10]
-    for of in result["models"]:
-        assert of["pool"]["total_tokens"] == (40 << 30) // of["token_bytes"] == 2 * of["share"]["total_tokens"]
-        alone = plan("--config", of["model"], "--memory", "40GiB")  # a file, or its folder
-        assert alone["total_tokens"] == of["pool"]["total_tokens"]
-        assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
-        assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
-    together = result["sequences_of_each"]
-    assert together == pytest.approx((40 << 30) / (1024 * (192 << 10)), rel=0.02)
-    shown = " ".join(invoke("plan", *models, "--memory", "40GiB", "--mean-tokens", "1024").stdout.split())
-    assert "2 models in 40 GiB" in shown
-    assert "A fixed share is 20 GiB" in shown
-    assert f"{together:,} sequences of each" in shown
-
-
 def test_plan_keeps_what_is_reserved(tmp_path: Path):
     """Against a pool with these reservations, which knows no sequences: bytes that each account may have."""
     large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)

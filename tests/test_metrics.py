@@ -88,20 +88,6 @@ def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
     assert scrape(pool)["vmmkv:prefix_cache_hits_total",] == hits
 
 
-def test_what_is_on_the_host_is_counted() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
-    caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, host_bytes="1MiB") for _ in range(2)]
-    away = [cache.sequence(random.randint(1, 40)) for cache in caches]
-    pages = sum(-(-sequence.length // 8) for sequence in away)
-    for sequence in away:
-        sequence.suspend()
-    values, stats = scrape(pool), [cache.stats() for cache in caches]
-    assert values["vmmkv:host_prefix_pages",] == sum(of.host_prefix_pages for of in stats)
-    assert values["vmmkv:host_bytes",] == sum(of.host_bytes for of in stats) == 4096 * pages
-    away[0].free()
-    assert scrape(pool)["vmmkv:host_bytes",] < values["vmmkv:host_bytes",]
-
-
 def test_pools_come_and_go() -> None:
     """What is closed, or nobody holds any more, is no longer told of; a collector keeps no pool."""
     kept, closed, lost = (vmmkv.FramePool("16KiB", device="cpu", page_size=4096) for _ in range(3))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from conftest import ROOT, on_driver, run_python, small_driver
 from faulty import FaultyDriver
 
@@ -18,8 +17,7 @@ from vmmkv.core import entries
 from vmmkv.core.mapper import FRAMES
 from vmmkv.core.pool import Ask
 from vmmkv.picture import MAX_PAGES, MAX_ROWS
-from vmmkv.svg import WIDTH, colour
-from vmmkv.torch import GrowableTensor
+from vmmkv.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 STATES = {
@@ -172,58 +170,6 @@ def test_pictures_of_large_caches_are_bounded() -> None:
         picture = shown._repr_html_()
         assert "a square stands for" in picture
         assert len(picture) < 300_000
-
-
-def test_a_pool_draws_what_each_account_has() -> None:
-    """Against what caches and tensor say of themselves."""
-    driver = small_driver("cpu")
-    size, limit = driver.page_size, 100
-    pool = on_driver(driver, vmmkv.FramePool, limit * size)
-    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page
-    cache = vmmkv.KVCache(layout, 4, 200, pool=pool, reserved=10 * size, large_frames=False)
-    tensor = GrowableTensor((1000, 1024), torch.float32, pool=pool, max_bytes=20 * size)
-    live = []
-    for _ in range(20):
-        live.append(cache.sequence(random.randint(0, 120)))
-        tensor.resize(random.randint(0, 10))
-        if len(live) > 2:
-            live.pop(random.randrange(len(live))).free()
-        stats, picture = cache.stats(), pool._repr_html_()
-        parts = [
-            ("KVCache 0", stats.pages["used"] * size, stats.physical_bytes, {"at most": limit, "reserved": 10}),
-            ("GrowableTensor 0", tensor.stats().used_bytes, tensor.stats().physical_bytes, {"at most": 20}),
-        ]
-        whole, *accounts = bars(picture)
-        for (name, used, mapped, limits), account in zip(parts, accounts, strict=True):
-            right = {f"{name}, used": used, f"{name}, mapped and not used": mapped - used}
-            right |= {key: pages * size for key, pages in limits.items()}
-            for key, nbytes in right.items():
-                assert account.pop(key, 0) == pytest.approx(nbytes, abs=size / 5)
-            assert not account
-        assert whole.get("free", 0) == pytest.approx(pool.stats().free_bytes, abs=size / 5)
-        assert f"{stats.tokens:,} tokens of {stats.rows['live']} live" in picture
-    cache.close()
-    tensor.close()
-    pool.close()
-    assert "&lt;vmmkv.FramePool" in pool._repr_html_()
-
-
-def bars(picture: str) -> Iterator[dict[str, float]]:
-    """Of each bar in a pool's picture how many bytes its parts are long, by what they are; they lie side by side."""
-    width = None
-    for bar in ElementTree.fromstring(picture).iterfind(f"{SVG}g[@class='bar']"):
-        parts, end = {}, 0.0
-        for part in bar.iterfind(f"{SVG}g"):
-            name, _ = part.findtext(f"{SVG}title").split(": ")
-            box = part.find(f"{SVG}rect")
-            left, right = float(box.get("x")), float(box.get("x")) + float(box.get("width"))
-            if name not in ("at most", "reserved"):
-                assert left == pytest.approx(end, abs=0.2)
-                end = right
-            parts[name] = float(box.get("width"))
-        width = width or parts["at most"]  # of the pool
-        assert width == WIDTH
-        yield {name: 100 * 4096 * part / width for name, part in parts.items()}
 
 
 def test_what_is_gone_says_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:

@@ -252,20 +252,6 @@ def test_a_commit_of_other_tokens_is_refused() -> None:
     Tables(tree).check()
 
 
-def test_a_full_tree_knows_fewer_tokens() -> None:
-    tree = new()
-    tree.state[0]["nodes"] = 8
-    for begin in (0, 100, 200):
-        ids = [*range(begin, begin + 60)]
-        sequence, _ = tree.start(ids)
-        known = tree.commit(sequence, ids)
-        assert known < 60
-        assert found(tree, ids) == known
-        assert tree.commit(sequence, ids) == known
-        Tables(tree).check()
-    tree.evict(1 << 30)
-
-
 def test_after_lost_notes_nothing_wrong_is_found(random: Random) -> None:
     tree, ids = new(rows=2), [*range(50)]
     sequence, _ = tree.start(ids)
