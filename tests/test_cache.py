@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import re
@@ -226,6 +227,16 @@ def test_waste_is_what_no_token_fills(make_cache) -> None:
     stats = cache.stats()
     assert stats.waste == pytest.approx(1 - cache.layout.token_bytes / cache.page_size)
     assert stats.token_bytes == kept.length * cache.layout.token_bytes
+
+
+def test_statistics_are_printed_as_a_small_table(make_cache) -> None:
+    cache = make_cache()
+    kept = cache.sequence(20)
+    for stats in (cache.stats(), cache.pool.stats()):
+        lines = str(stats).splitlines()
+        assert [line.split()[0] for line in lines] == [field.name for field in dataclasses.fields(stats)]
+        assert max(map(len, lines)) <= 80
+    assert f"tokens               {kept.length}" in str(cache.stats()).splitlines()
 
 
 def test_page_map_and_uses_tell_who_has_had_a_page(make_cache) -> None:

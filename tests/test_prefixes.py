@@ -9,6 +9,7 @@ import gc
 import hashlib
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -23,6 +24,7 @@ from simulated_device import SimulatedDevice
 from test_driver import limited
 
 import vmmkv
+from vmmkv.snapshot import frames_on
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 RANGES = vmmkv.KVLayout(3, [2, 1, 2], 24, torch.float32, layers_per_range=1)  # records that do not divide pages
@@ -70,10 +72,29 @@ class World:
         assert sum(pages.values()) == self.driver.num_pages
         surplus = np.isin(self.cache.page_map(), (vmmkv.SURPLUS_PAGE, vmmkv.KEPT_PAGE, vmmkv.LOOKAHEAD_PAGE))
         assert surplus.sum() == pages["surplus"]
+        filled = Counter[tuple[int, int]]()
         for sequence, ids in self.ids.items():
             assert sequence.length == len(ids)
             if not sequence.is_suspended:
                 self.read(sequence, len(ids))
+                filled |= self.places(sequence)  # of a page that sequences share, those with most of their tokens there
+                names, known = self.cache.known(sequence)
+                assert names in (None, self.keys[sequence][:2])
+                assert known.tolist() == ids[: len(known)]
+        stats, size, frames = self.cache.stats(), self.cache.page_size, self.cache.pool.frames
+        assert stats.waste == pytest.approx(1 - filled.total() / (pages["used"] * size) if filled else 0)
+        if not self.cache.pool.word("staged"):  # a copy that a failed call has left is held, too
+            assert stats.prefix_pages == frames["pages"][frames["held"] > 0].sum()
+
+    def places(self, sequence: vmmkv.Sequence) -> Counter[tuple[int, int]]:
+        """Bytes of its tokens on each physical page: (frame, page within a large frame)."""
+        size, found = self.cache.page_size, Counter[tuple[int, int]]()
+        for part, record in enumerate(self.cache.layout.record_bytes):
+            begin, end = sequence.start * record, sequence.length * record
+            pages = range(begin // size, -(-end // size))
+            for page, frame in zip(pages, frames_on(self.cache, sequence.row, part, pages.start, pages.stop).tolist()):
+                found[frame, page % 16] += min(end, page * size + size) - max(begin, page * size)
+        return found
 
     def most(self, key: Key, ids: list[int]) -> int:
         """How many tokens of a new sequence have been made known in whole pages of 8 tokens."""
@@ -213,7 +234,7 @@ class Machine(World):
             taken.append(self.cache.sequence(min(available, 25) * 8 - overread))
             available -= min(available, 25)
             assert self.cache.available_pages == available
-        self.check()
+        self.cache.check()
 
 
 @pytest.mark.few(8)
@@ -260,7 +281,7 @@ def test_what_begins_alike_shares_pages_while_both_live() -> None:
     assert (world.cache.page_map() == vmmkv.SHARED_PAGE).sum() == used
     chunked = world.cache.sequence(token_ids=[1] * 40 + [3] * 99, whole=False)
     assert (chunked.length, world.cache.stats().pages["used"]) == (40, used + 1)
-    world.check()
+    world.cache.check()
 
 
 @pytest.mark.parametrize("large_frames", [False, True])
