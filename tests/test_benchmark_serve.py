@@ -111,22 +111,6 @@ def test_reuse_is_measured_on_rows_and_blocks(tmp_path: Path) -> None:
     assert len(lines) == 4
 
 
-def test_long_answers_are_preempted_and_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
-    trace = tmp_path / "long.jsonl"
-    trace.write_text('{"input_length": 8, "output_length": 50}\n' * 8)
-    sizes = "--memory", "256KiB", "--chunk", "64", "--rounds", "1", "--backends", "vmm", "--backends", "vmm+suspend"
-    result = measured(tmp_path, "--trace", str(trace), "--lengthen", "4", *sizes)
-    anew, suspended = (next(row for row in result["serving"] if row["backend"] == n) for n in ("vmm", "vmm+suspend"))
-    assert anew["finished"] == suspended["finished"] == 8
-    assert anew["preemptions"] > anew["suspensions"] == 0
-    assert 0 < suspended["suspensions"] <= suspended["preemptions"]  # as far as the host has room
-    assert result["preempting"]["suspends"]
-    assert result["workloads"][0]["output_tokens"] == 8 * 200
-    assert anew["trace"] == "long, answers x 4"
-    assert anew["recomputed_tokens"] >= 8 * anew["preemptions"]  # prompts, and parts of answers
-    assert suspended["recomputed_tokens"] < anew["recomputed_tokens"]
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("--backends", "stack"), ("--model", "no-such"), ("--json", "no/such/folder/result.json")],

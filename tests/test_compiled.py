@@ -89,14 +89,6 @@ def test_what_a_wheel_ships_is_loaded_and_needs_no_folder(copied: Path, tmp_path
     assert use(copied, no_folder) == ""
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(copied: Path, tmp_path: Path) -> None:
-    use(copied, tmp_path)
-    for path in (tmp_path / "vmmkv").glob("*.bc"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "compiling" in use(copied, tmp_path)
-    assert use(copied, tmp_path) == ""
-
-
 def test_code_that_allocates_or_raises_is_refused(copied: Path, tmp_path: Path) -> None:
     source = copied / "vmmkv" / "small_functions.py"
     source.write_text(source.read_text().replace("2 * number", "len(numpy.zeros(2 * number))"))

@@ -2,170 +2,98 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from random import Random
 
 import pytest
 import torch
 from conftest import on_driver, small_driver
-from faulty import CALLS, FaultyDriver
+from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.driver.table import NOT_READY
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
 
 
-class FakeStream:
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name, self.cuda_stream = name, number
-
-
-class FakeEvent:
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
-        self.done = False
-        self.waited = False
-
-
-class StreamedDriver(FaultyDriver):
-    """A host driver that pretends to have streams: work on them ends when the test says so."""
-
-    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for", "deallocate")
-    stream = "main"
-
-    def __init__(self) -> None:
-        super().__init__(small_driver("cpu"))
-        self.events: list[tuple[str, FakeEvent]] = []
-        """In the order in which they were recorded."""
-        self.latest: dict[int, FakeEvent] = {}
-        """By the driver's event: as it was recorded last."""
-        self.by_name: dict[str, FakeStream] = {}
-        self.orders: list[tuple[str, str]] = []
-        """Streams that wait, and for which other."""
-
-    def __getitem__(self, name: str) -> FakeStream:
-        return self.by_name.setdefault(name, FakeStream(name, 100 + len(self.by_name)))
-
-    def current_stream(self) -> FakeStream:
-        return self[self.stream]
-
-    def current_handle(self) -> int:
-        return self.current_stream().cuda_stream
-
-    def _c_make_event(self, out: int, flags: int) -> None:
-        ctypes.c_int64.from_address(out).value = len(self.latest) + 1
-        self.latest[len(self.latest) + 1] = FakeEvent("")
-
-    def _c_record(self, event: int, handle: int) -> None:
-        name = self._name(handle)
-        self.latest[event] = FakeEvent(name)
-        self.events.append((name, self.latest[event]))
-
-    def _c_query(self, event: int) -> int:
-        return 0 if self.latest[event].done else NOT_READY
-
-    def _c_wait(self, handle: int, event: int, flags: int) -> None:
-        self.orders.append((self._name(handle), self.latest[event].stream))
-
-    def _c_wait_for(self, event: int) -> None:
-        self.latest[event].done = self.latest[event].waited = True
-
-    def _name(self, handle: int) -> str:
-        return next(stream.name for stream in self.by_name.values() if stream.cuda_stream == handle)
-
-    def finish(self) -> None:
-        for _, event in self.events:
-            event.done = True
-
-
 @pytest.fixture
-def driver() -> StreamedDriver:
-    return StreamedDriver()
+def simulated() -> SimulatedDevice:
+    return SimulatedDevice(Random())
 
 
-def test_the_same_stream_adopts_at_once_another_behind_the_last_work(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    driver.stream = "side"
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_same_stream_adopts_at_once_another_behind_the_last_work(simulated, make_cache, device: str) -> None:
+    cache = make_cache(driver=simulated)
+    main, side, _ = simulated.streams
+    simulated.current = side
     with cache.sequence(50) as sequence:
         row = sequence.row
+        side.submit(lambda: None)
     sequence = cache.sequence(50)
     assert sequence.row == row
-    assert not driver.orders
-    driver.stream = "main"
+    assert main.submitted == 0
+    simulated.current = main
     del sequence  # it ends on its own stream, too
     assert cache.sequence(50).row == row
-    assert driver.orders == [("main", "side")]
+    assert main.submitted == 1, "it waits for the other stream"
 
 
 @pytest.mark.usefixtures("undebugged")
-def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, pages=20)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(simulated, make_cache, device: str) -> None:
+    cache = make_cache(driver=simulated, pages=20)
     busy, idle = cache.sequence(50), cache.sequence(50)
     idle.free()
-    driver.finish()
+    simulated.finish()
+    main, other, _ = simulated.streams
+    main.submit(lambda: None)
     busy.free()
-    driver.stream = "other"
+    simulated.current = other
     kept = [cache.sequence(50, row=2)]
-    assert not any(event.waited for _, event in driver.events)
+    assert main.queue
     kept.append(cache.sequence(50, row=3))
-    assert [event.waited for _, event in driver.events] == [False, True]
+    assert not main.queue
     cache.check()
-
-
-class Stubborn(StreamedDriver):
-    """Cannot be waited for, for a reason that the test gives."""
-
-    reason: tuple[type[Exception], ...] = ()
-
-    def _c_deallocate(self, address: int) -> None:
-        for kind in self.reason:
-            raise kind("cuMemFree", "CUDA_ERROR")
 
 
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("reason", [vmmkv.StreamCaptureError, vmmkv.DriverError])
-def test_what_cannot_be_waited_for_is_not_unmapped(make_cache, device: str, reason: type[Exception]) -> None:
+def test_what_cannot_be_waited_for_is_not_unmapped(simulated, make_cache, device: str, reason: type[Exception]) -> None:
     """`close` says so and has done nothing; a cache that is collected goes when it can."""
-    driver = Stubborn()
-    cache = make_cache(driver=driver)
+    cache = make_cache(driver=simulated)
     sequence = cache.sequence(20)
     sequence.k(0).fill_(3)
-    driver.reason = (reason,)
+    simulated.fail("synchronize", error=reason, lasting=True)
     with pytest.raises(reason):
         cache.close()
     assert (sequence.k(0) == 3).all()
     cache.sequence(5).free()
     cache.check()
-    mapped = driver.mapped.copy()
+    mapped = simulated.mapped.copy()
     del cache, sequence
-    assert driver.mapped == mapped
     make_cache()
-    assert driver.mapped == mapped
-    driver.reason = ()
+    assert simulated.mapped == mapped
+    simulated.heal()
     make_cache()
-    assert not driver.mapped
-    assert not driver.ranges
+    assert not simulated.mapped
+    assert not simulated.ranges
 
 
 @pytest.mark.parametrize("device", ["cpu"])
 def test_a_lost_device_needs_no_waiting(make_cache, device: str) -> None:
-    driver = Stubborn()
-    cache = make_cache(driver=driver)
-    live = cache.sequence(20)
-    driver.reason = (vmmkv.DeviceLostError,)
-    driver.fail("record", error=vmmkv.DeviceLostError, lasting=True)
-    cache.close()
-    assert not driver.mapped
-    live.free()
-    other = Stubborn()
-    cache = make_cache(driver=other)
-    other.reason = driver.reason
-    del cache
-    assert not other.ranges
+    for is_closed in (True, False):
+        driver = SimulatedDevice(Random())
+        cache = make_cache(driver=driver)
+        live = cache.sequence(20)
+        for call in ("synchronize", "record"):
+            driver.fail(call, error=vmmkv.DeviceLostError, lasting=True)
+        if is_closed:
+            cache.close()
+            live.free()
+        del cache, live
+        assert not driver.mapped
+        assert not driver.ranges
 
 
 # ---------------------------------------------------------------------- on a GPU

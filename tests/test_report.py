@@ -71,16 +71,3 @@ def test_a_table_is_written_between_its_marks(root: Path) -> None:
         "old", "| 42 |\n\n<sub>cpu (x86_64), 2000-01-02, commit 0123abc: `answer.json`</sub>"
     )
     assert report.update(root, check=True)[0] == []
-
-
-def test_the_newest_result_of_any_gpu_is_written_with_its_date(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = root / "docs" / "page.md"
-    source = Table(("answer_gpu.json",), lambda result: f"| {result['answer']} |")
-    monkeypatch.setitem(TABLES, "answer", source)
-    assert "answer_gpu.json" in report.update(root, check=False)[1]
-    for gpu, year, answer in (("h100", 2001, 1), ("h200", 2002, 2), ("b300", 2000, 3), ("of_h200", 2003, 4)):
-        facts = {"device": f"NVIDIA {gpu.upper()} 80GB", "date": f"{year}-01-02T03:04", "commit": f"{answer}abc"}
-        result = {"environment": facts, "answer": answer}
-        (root / report.RESULTS / f"answer_{gpu}.json").write_text(json.dumps(result))
-    assert report.update(root, check=False)[0] == ["docs/page.md"]
-    assert "-->\n| 2 |\n\n<sub>NVIDIA H200, 2002-01-02, commit 2abc: `answer_h200.json`</sub>\n<!--" in page.read_text()
