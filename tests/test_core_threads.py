@@ -16,21 +16,7 @@ from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
 STEPS = 700
 """Operations of a thread."""
-NAMES = (
-    "begin",
-    "begin",
-    "extend",
-    "extend",
-    "extend",
-    "batch",
-    "fork",
-    "truncate",
-    "release",
-    "part",
-    "free",
-    "collect",
-    "trim",
-)
+NAMES = "begin begin extend extend extend batch fork truncate release part free collect trim".split()
 
 
 class Worker:

@@ -81,18 +81,17 @@ def test_what_cannot_be_waited_for_is_not_unmapped(simulated, make_cache, device
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_lost_device_needs_no_waiting(make_cache, device: str) -> None:
-    for is_closed in (True, False):
-        driver = SimulatedDevice(Random())
-        cache = make_cache(driver=driver)
-        live = cache.sequence(20)
-        for call in ("synchronize", "record"):
-            driver.fail(call, error=vmmkv.DeviceLostError, lasting=True)
-        if is_closed:
-            cache.close()
-        del cache, live
-        assert not driver.mapped
-        assert not driver.ranges
+@pytest.mark.parametrize("way", ["close", "collect", "close, and every call fails"])
+def test_a_lost_device_needs_no_waiting(simulated, make_cache, device: str, way: str) -> None:
+    cache = make_cache(driver=simulated)
+    cache.sequence(20)
+    call = "any" if way.endswith("fails") else "synchronize"
+    simulated.fail(call, error=vmmkv.DeviceLostError, lasting=True)
+    if way != "collect":
+        cache.close()
+        assert not cache.is_open
+    del cache
+    assert call == "any" or not simulated.mapped | simulated.ranges
 
 
 # ---------------------------------------------------------------------- on a GPU
