@@ -16,7 +16,21 @@ from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
 STEPS = 700
 """Operations of a thread."""
-NAMES = "begin begin extend extend extend batch fork truncate release part free collect trim".split()
+NAMES = [
+    "begin",
+    "begin",
+    "extend",
+    "extend",
+    "extend",
+    "batch",
+    "fork",
+    "truncate",
+    "release",
+    "part",
+    "free",
+    "collect",
+    "trim",
+]
 
 
 class Worker:
