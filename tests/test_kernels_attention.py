@@ -195,11 +195,11 @@ def call(function: str, q: torch.Tensor, *arguments: Any, **options: Any) -> tor
 
 
 DECODE_PLAIN = [
-    Case(fp32, 64, 4, 2, q_len=1, sinks=True),
+    Case(fp32, 64, 4, 2, q_len=1, sinks=True, window=25),
     Case(fp32, 80, 4, 2, q_len=3, window=20, block_size=16),
     Case(fp32, 256, 2, 2, q_len=1, softcap=5.0),
-    Case(bf16, 96, 4, 2, q_len=2, starts=True, kernel="plain"),
-    Case(fp16, 192, 4, 1, q_len=1, block_size=32, kernel="plain"),
+    Case(bf16, 96, 4, 2, q_len=2, starts=True, window=40, kernel="plain"),
+    Case(fp16, 192, 4, 1, q_len=1, block_size=32, window=10, kernel="plain"),
 ]
 DECODE_8_BITS = [
     Case(bf16, 128, 8, 2, q_len=1, kv=e4m3),
@@ -241,8 +241,8 @@ def test_decode(case: Case) -> None:
 
 
 PREFILL_PLAIN = [
-    Case(fp32, 64, 2, 1, sinks=True),
-    Case(fp32, 80, 2, 1, window=20, block_size=16),
+    Case(fp32, 64, 2, 1, sinks=True, window=3),
+    Case(fp32, 80, 2, 1, window=2, block_size=16),
     Case(bf16, 96, 2, 1, causal=False, kernel="plain"),
 ]
 PREFILL_FAST = [
