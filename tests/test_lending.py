@@ -290,7 +290,8 @@ def test_a_damaged_ledger_is_made_anew(pair: tuple[Process, Process], folder: Pa
     first, second = pair
     kept = first.cache.sequence(8 * 60)
     (path,) = folder.iterdir()
-    damage(path, how)
+    with locked_by_another(folder):  # no change of a pool writes over the damage
+        damage(path, how)
     wait_until(lambda: first.granted >= 60 and second.cache.available_pages == 40)
     time.sleep(SETTLING / 1e9)
     rest = second.cache.sequence(8 * 40)

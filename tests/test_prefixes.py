@@ -410,6 +410,27 @@ def test_a_capture_changes_nothing() -> None:
     world.cache.check()
 
 
+@pytest.mark.parametrize("is_free", [False, True])
+def test_known_tokens_are_read_behind_the_work_that_writes_them(is_free: bool) -> None:
+    device = SimulatedDevice(Random())
+    world = World(200, driver=device, large_frames=False)
+    first = world.cache.sequence(token_ids=[1] * 32)
+    device.finish()
+    states = first.k(0)
+    device.current.submit(lambda: [states.fill_(7)] and None)  # what computes them runs late
+    first.commit([1] * 32)
+    if is_free:
+        first.free()
+    device.current = device.streams[1]
+    second = world.cache.sequence(token_ids=[*[1] * 32, 2])
+    assert second.cached_tokens == 32
+    device.streams[1].submit(lambda: seen.append(bool((second.k(0)[:32] == 7).all())))
+    seen: list[bool] = []
+    assert device.streams[1].queue[0]() is False, "it waits for the stream that writes"
+    device.finish()
+    assert seen == [True]
+
+
 @pytest.mark.usefixtures("undebugged")
 def test_the_next_turn_on_a_stream_makes_no_call() -> None:
     """Not even to ask whether work has finished: on this stream it comes behind that."""
