@@ -416,8 +416,12 @@ def test_known_tokens_are_read_behind_the_work_that_writes_them(is_free: bool) -
     world = World(200, driver=device, large_frames=False)
     first = world.cache.sequence(token_ids=[1] * 32)
     device.finish()
-    first.k(0)
-    device.current.submit(lambda: None)  # what computes them runs late
+    states = first.k(0)
+
+    def compute() -> None:
+        states.fill_(7)
+
+    device.current.submit(compute)  # which runs late
     first.commit([1] * 32)
     if is_free:
         first.free()
