@@ -101,10 +101,6 @@ def given_up(pool: Pool, cache: Cache) -> None:
         cache.pool.unstage()
 
 
-def tickets_of(rows: list[Row]) -> array[int]:
-    return array("q", [row.sequence.ticket for row in rows])
-
-
 def share_left(
     cache: Cache, row: int, tokens: int, frames: array[int], *, key: int = 0, last: int | None = None
 ) -> Sequence:

@@ -1,29 +1,52 @@
-"""The random machine of the prefix tree, with host memory where evicted frames go first."""
+"""The random machine of the prefix tree, with host memory for evicted frames and suspended sequences."""
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
 from random import Random
 
-from core_machine import Model
+import pytest
+from core_machine import Model, follow
 from prefix_machine import Ids, Known, PrefixMachine, Tables
+from simulated_device import SimulatedDevice
 
+from vmmkv.core import entries as core_entries
 from vmmkv.core.cache import Cache
+from vmmkv.core.pool import Ask
 from vmmkv.core.sequence import Sequence
-from vmmkv.errors import OutOfHostMemoryError
+from vmmkv.errors import ArgumentError, OutOfHostMemoryError, SuspendedError
 from vmmkv.prefix import entries
 from vmmkv.prefix.offload import Offload
 from vmmkv.prefix.prefixes import Key, Prefixes
+from vmmkv.tier import slots
 from vmmkv.tier.host_tier import HostTier
+from vmmkv.tier.slots import copies
 from vmmkv.tier.stored import WINDOW
+
+
+class HostChunk(slots.Chunk):
+    """A chunk whose memory the simulated device may use, as long as it is there."""
+
+    def __init__(self, pages: int, page_size: int, is_pinned: bool) -> None:
+        super().__init__(pages, page_size, is_pinned)
+        SimulatedDevice.host[self.address] = self.memory.nbytes
+        weakref.finalize(self.memory, SimulatedDevice.host.pop, self.address)
+
+
+@pytest.fixture
+def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the simulated device use slots."""
+    monkeypatch.setattr(slots, "Chunk", HostChunk)
+    monkeypatch.setattr(SimulatedDevice, "host", {})
 
 
 class HostMachine(PrefixMachine):
     """Random operations on caches with a prefix tree and a host tier each."""
 
-    often = *PrefixMachine.often, "do_evict", "do_come_back", "do_come_back"
+    often = *PrefixMachine.often, "do_evict", "do_come_back", "do_come_back", "do_suspend", "do_resume"
 
     next_prompt: tuple[Key, Ids] | None = None
 
@@ -31,6 +54,7 @@ class HostMachine(PrefixMachine):
         super().__init__(random, faults=faults)
         tiers = [tree.offload.tier for tree in self.trees if tree.offload]
         self.tiers = tiers
+        self.away: list[list[Model]] = [[] for _ in self.caches]
         self.pool.evict[:] = [each for tier, tree in zip(tiers, self.trees) for each in (tier.evict, tree.evictor)]
 
     def new_tree(self, cache: Cache) -> Prefixes:
@@ -71,7 +95,11 @@ class HostMachine(PrefixMachine):
             there = [node for node in range(1, tables.fresh) if node not in tables.free and tables.nodes[node]["host"]]
             hosted = {(node, int(tables.nodes[node]["host"])) for node in there}
             assert hosted - {*tier.prefixes.gone} == {(each.node, serial) for serial, each in stored.items()}
-            assert tier.used <= tier.slots.limit * tier.slots.page_size
+            assert tier.used <= tier.slots.made * tier.slots.page_size <= tier.slots.limit * tier.slots.page_size
+        for tier, models in zip(self.tiers, self.away):
+            assert len(tier.away) == len(models)
+            for model in models:
+                assert (model.sequence.start, model.sequence.length) == (model.start, len(model.tokens))
 
     def do_evict_all(self, index: int) -> None:
         self.trees[index].evict(1 << 30)
@@ -110,27 +138,80 @@ class HostMachine(PrefixMachine):
         with self.tiers[index].alone():
             self.tiers[index].prefixes.make_way(self.random.choice([1, 1, 10, 1000]))
 
-    def do_suspend_for_a_time(self, index: int) -> None:
-        """A sequence that leaves, while others begin."""
-        if model := self.pick(index):
-            with suppress(OutOfHostMemoryError):
-                self.tiers[index].suspend(model.sequence)
-                if isinstance(model, Known):
-                    model.committed = 0
-                self.resume(index, model)
+    def some_away(self, index: int) -> Model | None:
+        return self.random.choice(self.away[index]) if self.away[index] else None
 
-    def resume(self, index: int, model: Model) -> None:
-        """Resumes a sequence, or gives it up."""
-        try:
-            self.do_begin_here(index)
-            self.device.current = model.home
-            self.tiers[index].resume(model.sequence)
-        except BaseException:
-            self.device.heal()
-            model.sequence.free()
+    def do_suspend(self, index: int) -> None:
+        if model := self.pick(index):
+            self.device.current = self.random.choice([model.home, self.device.streams[0]])
+            tier, record_bytes = self.tiers[index], self.caches[index].records
+            tokens, size = len(model.tokens) - model.start, self.pool.driver.page_size
+            pages = sum(-(-tokens * record // size) for record in record_bytes)
+            kept = sum(run.pages for taken in tier.away.values() for runs in taken for run in runs)
+            try:
+                tier.suspend(model.sequence)
+            except OutOfHostMemoryError:
+                assert pages + kept > tier.slots.limit
+                return
+            if isinstance(model, Known):
+                model.committed = 0
             self.models[index].remove(model)
-            raise
-        self.read(model, model.home)
+            self.away[index].append(model)
+
+    def do_resume(self, index: int) -> None:
+        if model := self.some_away(index):
+            row = model.sequence.row
+            stream = self.device.current = self.random.choice(self.device.streams[:3])
+            self.tiers[index].resume(model.sequence)
+            self.away[index].remove(model)
+            self.models[index].append(model)
+            assert model.sequence.row == row
+            model.sequence.record_stream(stream)
+            self.read(model, stream)  # no stream has to be told to wait
+            self.read(model, model.home)
+            follow(model.home, stream)
+
+    def do_abandon_resume(self, index: int) -> None:
+        """An interruption in the middle of a resume: planned, and perhaps run, but not booked."""
+        if model := self.some_away(index):
+            tier, cache, ask, ticket = self.tiers[index], self.caches[index], Ask(), model.sequence.ticket
+            words = copies(tier.pieces(ticket, model.start), cache.records, model.start, len(model.tokens))
+            at = model.sequence.cell.buffer_info()[0], words.buffer_info()[0], len(words) // 4
+            with self.pool.lock:
+                serial = core_entries.plan_resume(cache.address, *at, ask.address)
+                if serial > 1 and self.random.random() < 0.7:
+                    core_entries.run(self.pool.address, serial, 0)
+            if serial == 0:  # it has no tokens
+                self.away[index].remove(model)
+                self.models[index].append(model)
+
+    def do_free_suspended(self, index: int) -> None:
+        if model := self.some_away(index):
+            self.device.current = model.home
+            model.sequence.free()
+            self.away[index].remove(model)
+
+    def do_refused(self, index: int) -> None:
+        """What a suspended sequence cannot do."""
+        if model := self.some_away(index):
+            sequence, cache = model.sequence, self.caches[index]
+            self.device.current = model.home
+            calls: list[Callable[[], object]] = [
+                lambda: sequence.extend(0), lambda: sequence.truncate(0), lambda: sequence.release_before(0),
+                lambda: cache.part(sequence.ticket, 0), lambda: cache.batch([sequence]).extend(),
+                lambda: self.tiers[index].suspend(sequence),
+            ]  # fmt: skip
+            with pytest.raises(SuspendedError):
+                self.random.choice(calls)()
+        if model := self.pick(index):
+            with pytest.raises(ArgumentError):
+                self.tiers[index].resume(model.sequence)
+
+    def do_fork_suspended(self, index: int) -> None:
+        model, cache = self.some_away(index), self.caches[index]
+        if model and cache.state[0]["live"] < cache.max_sequences:
+            with pytest.raises(SuspendedError):
+                model.sequence.fork()
 
     def do_clear(self, index: int) -> None:
         before = self.trees[index].state[0]["used"]
@@ -142,6 +223,10 @@ class HostMachine(PrefixMachine):
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
+        for models in self.away:
+            for model in models:
+                model.sequence.free()
+            models.clear()
         self.device.finish()
         for tier in self.tiers:
             tier.finish(1 << 30)

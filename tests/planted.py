@@ -9,7 +9,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,15 +72,6 @@ def forgets_the_scale(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tenso
     return attend(q, k, v, lengths, scale=False)
 
 
-def returns_too_few_heads(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths)[:, :, :1]
-
-
-def drops_the_rest_of_a_tile(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    whole = lengths // 16 * 16
-    return attend(q, k, v, torch.where(lengths > 16, whole, lengths))
-
-
 def ignores_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, torch.full_like(lengths, k.shape[1]))
 
@@ -131,18 +121,6 @@ def wraps_bytes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths, offset=lambda *at: wrapped(4 * offset_of(*at), True) // 4)
 
 
-def wraps_unsigned_bytes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, offset=lambda *at: wrapped(4 * offset_of(*at), False) // 4)
-
-
-def wraps_elements(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, offset=lambda *at: wrapped(offset_of(*at), True))
-
-
-def wraps_unsigned_elements(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, offset=lambda *at: wrapped(offset_of(*at), False))
-
-
 def wraps_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     def offset(view: Tensor, row: int, token: int) -> int:
         return wrapped(row * view.stride(0), True) + token * view.stride(1)
@@ -177,8 +155,6 @@ def exits(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 
 def never_returns(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    if "PLANTED_PID" in os.environ:
-        Path(os.environ["PLANTED_PID"]).write_text(f"{os.getpid()}\n")
     threading.Event().wait()
     return q
 

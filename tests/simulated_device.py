@@ -10,14 +10,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-import pytest
 import torch
 from conftest import small_driver
 from faulty import CALLS, FaultyDriver
@@ -157,19 +155,6 @@ class SimulatedDevice(FaultyDriver):
             self.touch(destination, nbytes, lambda: ctypes.memmove(destination, source, nbytes))
 
         self.stream_of(handle).submit(copy)
-
-    @contextmanager
-    def interrupted_behind_a_copy(self) -> Iterator[None]:
-        """Ctrl-C comes as soon as a copy is queued: as the block must let it do."""
-
-        def copy(*arguments: int) -> None:
-            SimulatedDevice._make_copy(self, *arguments)
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self, "_make_copy", copy)
-            with pytest.raises(KeyboardInterrupt):
-                yield
 
     def touch(self, address: int, nbytes: int, work: Callable[[], object]) -> None:
         """Does work on memory that must be accessible now: of the device, or else of the host."""

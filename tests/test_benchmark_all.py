@@ -57,21 +57,18 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "fails.json").write_text("old")
     codes = {
         "fails": "print(1); raise SystemExit('no')",
-        "hangs": "import time; print({}); time.sleep(1000)",
         "stubborn": "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)",
         "lies": "print({})",
         "lacks": "pass",
         "prints": "import json, sys; print(json.dumps({'environment': sys.argv[1:]}))",
-        "peer": "print({})",
-        "interrupted": "import time\ntry: time.sleep(1000)\nfinally: print('{\"environment\": 3}')",
         "writes": "import sys; open(sys.argv[1], 'w').write('{\"environment\": 2}')",
     }
     (tmp_path / "benchmarks" / "__init__.py").touch()
     for name, code in codes.items():
         (tmp_path / "benchmarks" / f"{name}.py").write_text(code)
-    arguments = {"lacks": " {conv}", "peer": " {vllm}", "writes": " {json}", "prints": " {seconds}"}
-    minutes = {"hangs": 0.01, "stubborn": 0.01, "interrupted": 0.05}
-    made = {name: Benchmark(Kind.HOST, minutes.get(name, 10), name + arguments.get(name, "")) for name in codes}
+    arguments = {"lacks": " {conv}", "writes": " {json}", "prints": " {seconds}"}
+    made = {name: Benchmark(Kind.HOST, 10, name + arguments.get(name, "")) for name in codes}
+    made["stubborn"] = made["stubborn"]._replace(minutes=0.01)
     monkeypatch.setattr(every, "BENCHMARKS", made)
     monkeypatch.setattr(every, "ROOT", tmp_path)
     return folder
@@ -80,29 +77,16 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path: Path) -> None:
     done = invoke("--traces", str(tmp_path))
     assert done.exit_code == 1
-    reasons = "it ended with 1", "stopped after 0.02 minutes", "does not say how", "there is no azure"
-    for words in (*reasons, "stopped after 0.1 minutes, and written"):  # after twice its own
+    for words in ("it ended with 1", "stopped after 0.02 minutes", "does not say how", "there is no azure"):
         assert words in done.stdout
-    assert done.stdout.count("written") == 3
-    assert "peer" not in done.stdout
     found = {path.stem: path.read_text() for path in results.iterdir()}
-    assert found.keys() == {"fails", "interrupted", "prints", "writes"}
+    assert found.keys() == {"fails", "prints", "writes"}
     assert found["fails"] == "old"
-    assert json.loads(found["interrupted"]) == {"environment": 3}
     assert json.loads(found["writes"]) == {"environment": 2}
 
 
-def test_all_end_within_the_seconds(results: Path) -> None:
-    done = invoke("--seconds", "400", "--only", "prints", "--only", "writes")  # each needs half of its 600
-    assert done.exit_code == 0, done.output
-    assert 300 < int(json.loads((results / "prints.json").read_text())["environment"][0]) < 400
-    done = invoke("--seconds", "299", "--only", "hangs", "--only", "prints")
-    assert "not begun" in done.stdout
-
-
 def test_what_runs_can_be_chosen(results: Path) -> None:
-    listed = invoke("--list", "--only", "hangs").stdout
-    assert "hangs" in listed
+    listed = invoke("--list", "--only", "fails").stdout
+    assert "fails" in listed
     assert "prints" not in listed
-    assert "peer" in invoke("--list", "--vllm", str(results)).stdout
-    assert invoke("--only", "nothing").exit_code == invoke("--only", "peer").exit_code == 2
+    assert invoke("--only", "nothing").exit_code == 2

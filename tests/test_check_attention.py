@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 
 import planted
 import pytest
 import torch
-from conftest import DEVICE, PATIENCE, run_python, soon
+from conftest import DEVICE, PATIENCE
 from test_cli import invoke, run_vmmkv
 
-from benchmarks import check_kernels
 from vmmkv.errors import ArgumentError, DeviceError, DtypeError
 from vmmkv.testing import Report, Verdict, check_attention
 from vmmkv.testing.answers import TOLERANCES, Answer, Case, compare, reference
 from vmmkv.testing.checking import judge
 from vmmkv.testing.child import Child
-from vmmkv.testing.probes import PROBES, Request
+from vmmkv.testing.probes import Request
 
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "tokens": 33}
 
@@ -42,29 +37,19 @@ def child() -> Iterator[Child]:
 
 FINDINGS = {
     "right": [],
-    "forgets_the_scale": ["fails on ordinary rows"],
-    "returns_too_few_heads": ["fails on ordinary rows"],
     "exits": ["fails on ordinary rows"],
-    "drops_the_rest_of_a_tile": ["fails on ragged lengths"],
     "ignores_lengths": ["fails on ragged lengths"],
     "divides_zero_by_zero": ["fails on lengths of 0"],
     "multiplies_by_zero": [
         "lets NaN behind lengths through",
         "reads past the end by up to 7 tokens: overread=7",
     ],
-    "reads_whole_tiles": ["reads past the end by up to 15 tokens: overread=15"],
     "fetches_one_more": ["reads past the end by up to 1 token: overread=1"],
     "reads_the_whole_row": ["reads past the end by more than 1,024 tokens"],
     "takes_tokens_for_dense": ["ignores strides of tokens"],
     "takes_strides_of_k_for_v": ["ignores strides of V"],
     "takes_rows_for_dense": ["ignores strides of rows"],
     "wraps_bytes": ["wraps tokens at 32 bits: beyond 2^31 bytes", "wraps rows at 32 bits: beyond 2^31 bytes"],
-    "wraps_unsigned_bytes": ["wraps tokens at 32 bits: beyond 2^32 bytes", "wraps rows at 32 bits: beyond 2^32 bytes"],
-    "wraps_elements": ["wraps tokens at 32 bits: beyond 2^33 bytes", "wraps rows at 32 bits: beyond 2^33 bytes"],
-    "wraps_unsigned_elements": [
-        "wraps tokens at 32 bits: beyond 2^34 bytes",
-        "wraps rows at 32 bits: beyond 2^34 bytes",
-    ],
     "wraps_rows": ["wraps rows at 32 bits: beyond 2^33 bytes or 2^31 elements"],
     "scales_k_in_place": ["writes to K or V"],
     "keeps_lengths": ["keeps lengths of an earlier call"],
@@ -89,11 +74,8 @@ def test_a_refusal_is_no_finding(child: Child) -> None:
     far = next(each for each in report.findings if each.probe == "far_tokens")
     assert (far.verdict, far.note) == (Verdict.REFUSES, "ValueError: K spans more than 2**31 elements")
     assert far.note in str(report)
-
-
-def test_what_is_wrong_already_is_not_asked_again(child: Child) -> None:
     report = judge(child, "planted:forgets_the_scale", small_case())
-    assert [each.verdict for each in report.findings[1:]] == [Verdict.NOT_RUN] * (len(PROBES) - 1)
+    assert {each.verdict for each in report.findings[1:]} == {Verdict.NOT_RUN}, "wrong already"
 
 
 def test_the_plain_kernel_has_no_finding() -> None:
@@ -111,34 +93,12 @@ def test_our_decode_has_no_finding_on_a_gpu() -> None:
     assert {each.verdict for each in report.findings} == {Verdict.RIGHT}, str(report)
 
 
-@pytest.mark.gpu
-def test_the_wrap_of_memory_efficient_sdpa_is_found() -> None:
-    report = check_attention("sdpa-efficient", device="cuda")
-    assert any(fault.startswith("wraps tokens at 32 bits") for fault in report.faults), str(report)
-
-
-@pytest.mark.parametrize("name", ["sdpa-math", "sdpa-flash"])
-def test_sdpa_on_slices_has_no_finding_on_host_memory(name: str, child: Child) -> None:
-    assert judge(child, name, small_case()._replace(kv_heads=4)).faults == []
-
-
 def test_a_kernel_that_does_not_return_is_ended() -> None:
     with Child(PATIENCE) as child:
         child.ask(Request("planted:right", small_case(), "plain"))  # it has started
         child.time_limit = 0.2
         answer = child.ask(Request("planted:never_returns", small_case(), "plain"))
         assert answer == Answer(Verdict.HANGS, note="more than 0.2 s")
-
-
-def test_a_call_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
-    code = "import planted, vmmkv.testing as t; t.check_attention(planted.never_returns, device='cpu')"
-    environment = os.environ | {"PLANTED_PID": str(path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment) as asking:
-        soon(lambda: path.exists() and path.read_text().endswith("\n"))
-        asking.kill()
-    status = Path("/proc", path.read_text().strip(), "status")
-    soon(lambda: not status.exists() or "State:\tZ" in status.read_text())
 
 
 def test_the_reference_is_attention() -> None:
@@ -157,7 +117,6 @@ def test_the_reference_is_attention() -> None:
     noise[2, 0, 0, 0] = 0.5 * found.abs().max()
     answer = compare(found + noise, found, lengths, 0.1)
     assert answer == Answer(Verdict.WRONG, pytest.approx(0.5), "at lengths 4")
-    assert compare(found, found, lengths, 0.0).verdict == Verdict.RIGHT
 
 
 @pytest.fixture(scope="module")
@@ -198,30 +157,6 @@ def test_what_cannot_be_loaded_is_refused(child: Child) -> None:
         child.ask(Request("planted:right", small_case()._replace(device="meta"), "plain"))
 
 
-SCRIPT = """
-    import sys, torch
-    from vmmkv.testing import check_attention
-
-    def kernel(q, k, v, lengths):
-        return torch.zeros_like(q)
-
-    if __name__ == "__main__":
-        print(check_attention(kernel, device="cpu", tokens=9).faults)
-"""
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("guard", ['__name__ == "__main__"', "True"])
-def test_a_function_of_a_script_is_found_unless_importing_the_script_checks_it(tmp_path: Path, guard: str) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(dedent(SCRIPT).replace('__name__ == "__main__"', guard))
-    done = run_python(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
-    if guard == "True":
-        assert "put it under `if __name__ == '__main__'`" in done.stderr
-    else:
-        assert done.stdout == "['fails on ordinary rows']\n", done.stderr
-
-
 def test_the_command_prints_json_alone_and_fails_where_it_finds_something(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     path = Path(planted.__file__)
@@ -236,27 +171,3 @@ def test_the_command_prints_json_alone_and_fails_where_it_finds_something(monkey
     assert max(map(len, found.stdout.splitlines())) <= 80
     for part in ("overread=1", "NaN behind every length", "reads past the end"):
         assert part in found.stdout
-
-
-def test_what_the_benchmark_tells(report: Report) -> None:
-    result = {
-        "reports": [report.as_dict()],
-        "environment": {"torch": "2.0", "packages": {"triton": "3.0"}},
-        "peers": {"cudnn": None},
-    }
-    columns, lines = check_kernels.table(result)
-    finding = "reads past the end by up to 15 tokens: overread=15 (faults)"
-    assert dict(zip(columns, lines[0])) == {
-        "kernel": "reads_whole_tiles",
-        "right": "11 of 12",
-        "wrong or faults": finding,
-        "refuses": "",
-        "overread": "15",
-    }
-    assert check_kernels.told_versions(result) == "Checked: torch 2.0, triton 3.0."
-
-
-def test_the_benchmark_leaves_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Answer(Verdict.REFUSES, note="ModuleNotFoundError: No module named 'fa3_fwd_interface'")
-    monkeypatch.setattr(Child, "ask", lambda *_: missing)
-    assert check_kernels.run(["fa3"], "cpu") == []

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import run_module, run_python, small_driver
@@ -76,14 +75,6 @@ def test_plan_of_llama():
     assert schemes["vmmkv"]["waste"] < 0.01 < 0.25 < schemes["per_layer"]["waste"]
 
 
-def test_plan_of_the_longest_rows():
-    """Their lengths are too many to look at each."""
-    for tokens in (1 << 22, 700_000_000):
-        result = plan(*LLAMA_3_1_8B, "--memory", "80GiB", "--max-seq-len", str(tokens))
-        assert result["schemes"]["static"]["waste"] == 0.75
-        assert 0 < result["schemes"]["vmmkv"]["waste"] < 1e-3
-
-
 def test_plan_reads_a_config(tmp_path: Path):
     path = tmp_path / "config.json"
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
@@ -95,43 +86,6 @@ def test_plan_reads_a_config(tmp_path: Path):
     assert (result["token_bytes"], result["max_seq_len"]) == (2 * 2 * 64, 100)
 
 
-def test_plan_shows_the_sizes_of_layers_that_differ(tmp_path: Path):
-    path = tmp_path / "config.json"
-    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-    widths = {"head_dim": 16, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    path.write_text(json.dumps({"model_type": "gemma4_text", "num_kv_shared_layers": 0} | sizes | widths))
-    assert plan("--config", str(path))["token_bytes"] == 2 * (16 + 32) * 2 * 2 * 2
-    assert "4 layers, 2 KV heads, head_dim 16 or 32, bfloat16" in invoke("plan", "--config", str(path)).stdout
-
-
-def test_plan_takes_a_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch):
-    driver = SimpleNamespace(memory_info=lambda: (64 << 30, 80 << 30))
-    monkeypatch.setattr("vmmkv.cli.plan.open_driver", lambda: driver)
-    assert plan(*LLAMA_3_1_8B, "--memory", "50%")["memory_bytes"] == 32 << 30
-
-
-def test_plan_warns_where_a_row_is_longer_than_32_bit_strides_reach():
-    assert "less than a row" in invoke("plan", *LLAMA_3_1_8B, "--max-seq-len", "32769").stdout
-    assert "less than a row" not in invoke("plan", *LLAMA_3_1_8B, "--max-seq-len", "32768").stdout
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        [],
-        ["--layers", "2", "--kv-heads", "2"],
-        ["--layers", "0", "--kv-heads", "2", "--head-dim", "64"],
-        [*LLAMA_3_1_8B, "--batch", "4"],
-        [*LLAMA_3_1_8B, "--config", __file__],
-        ["--config", "no/such/config.json"],
-    ],
-)
-def test_plan_refuses_arguments_that_do_not_fit_together(args: list[str]):
-    result = invoke("plan", *args)
-    assert result.exit_code == 2
-    assert "Usage" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("args", "error"),
     [
@@ -141,10 +95,13 @@ def test_plan_refuses_arguments_that_do_not_fit_together(args: list[str]):
         ([*LLAMA_3_1_8B, "--dtype", "float64"], vmmkv.DtypeError),
         ([*LLAMA_3_1_8B, "--max-seq-len", "999999999999"], vmmkv.LayoutError),
         (["--config", __file__], vmmkv.LayoutError),
+        ([*2 * ["--model", "MODEL"], "--memory", "3MiB"], vmmkv.BudgetError),  # shares below a page
+        ([*2 * ["--model", "MODEL", "--reserved", "55%"], "--memory", "1GiB"], vmmkv.BudgetError),
     ],
 )
-def test_plan_raises_what_the_library_raises(args: list[str], error: type[Exception]):
-    assert type(invoke("plan", *args).exception) is error
+def test_plan_raises_what_the_library_raises(args: list[str], error: type[Exception], tmp_path: Path):
+    path = str(write_config(tmp_path / "model"))
+    assert type(invoke("plan", *(path if word == "MODEL" else word for word in args)).exception) is error
 
 
 def write_config(folder: Path, **sizes: int) -> Path:
@@ -157,27 +114,6 @@ def write_config(folder: Path, **sizes: int) -> Path:
     return path
 
 
-def test_plan_of_models_that_share_a_card(tmp_path: Path):
-    """By hand: each has all of the memory when the other has nothing to do, and half of it otherwise."""
-    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
-    models = "--model", str(large), "--model", str(small.parent)
-    result = plan(*models, "--memory", "40GiB", "--mean-tokens", "1024")
-    assert (result["memory_bytes"], result["share_bytes"]) == (40 << 30, 20 << 30)
-    assert [of["token_bytes"] for of in result["models"]] == [128 << 10, 64 << 10]
-    for of in result["models"]:
-        assert of["pool"]["total_tokens"] == (40 << 30) // of["token_bytes"] == 2 * of["share"]["total_tokens"]
-        alone = plan("--config", of["model"], "--memory", "40GiB")  # a file, or its folder
-        assert alone["total_tokens"] == of["pool"]["total_tokens"]
-        assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
-        assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
-    together = result["sequences_of_each"]
-    assert together == pytest.approx((40 << 30) / (1024 * (192 << 10)), rel=0.02)
-    shown = " ".join(invoke("plan", *models, "--memory", "40GiB", "--mean-tokens", "1024").stdout.split())
-    assert "2 models in 40 GiB" in shown
-    assert "A fixed share is 20 GiB" in shown
-    assert f"{together:,} sequences of each" in shown
-
-
 def test_plan_keeps_what_is_reserved(tmp_path: Path):
     """Against a pool with these reservations, which knows no sequences: bytes that each account may have."""
     large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
@@ -187,59 +123,47 @@ def test_plan_keeps_what_is_reserved(tmp_path: Path):
     pool = vmmkv.FramePool("1GiB", device="cpu")
     layout = vmmkv.KVLayout(1, 1, 64)
     caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, reserved=nbytes) for nbytes in wanted]
-    for of, cache, account in zip(result["models"], caches, pool.stats().accounts):
-        assert of["reserved_bytes"] == account.reserved_bytes
+    for of, cache, nbytes in zip(result["models"], caches, wanted):
+        assert of["reserved_bytes"] == nbytes
         assert of["pool"]["total_tokens"] == cache.available_pages * pool.page_size // of["token_bytes"]
-        assert of["reserved"]["total_tokens"] == of["reserved_bytes"] // of["token_bytes"]
-        assert cache.page_size == result["page_size"]
+        assert of["reserved"]["total_tokens"] == nbytes // of["token_bytes"]
     count, costs = result["sequences_of_each"], [64 * of["token_bytes"] for of in result["models"]]
-    assert sum(max(nbytes, count * cost) for nbytes, cost in zip(wanted, costs)) <= 1 << 30
     begun = result["page_size"]  # at most so much of a sequence's last page is empty
-    assert sum(max(nbytes, (count + 1) * (cost + begun)) for nbytes, cost in zip(wanted, costs)) > 1 << 30
-
-
-def test_plan_refuses_reservations_that_do_not_fit(tmp_path: Path):
-    path = str(write_config(tmp_path / "model"))
-    models = "--model", path, "--model", path, "--memory", "1GiB"
-    assert isinstance(invoke("plan", *models, "--reserved", "60%", "--reserved", "50%").exception, vmmkv.BudgetError)
-    for args in ([*models, "--reserved", "10%"], ["--config", path, "--reserved", "10%"]):
-        assert invoke("plan", *args).exit_code == 2
+    room = [sum(max(nbytes, each) for nbytes, each in zip(wanted, (n * (c + more) for c in costs))) for n, more in
+            ((count, 0), (count + 1, begun))]  # fmt: skip
+    assert room[0] <= 1 << 30 < room[1]
 
 
 @pytest.mark.parametrize(
-    ("models", "options"),
+    ("models", "args"),
     [
+        (0, []),
+        (0, ["--layers", "0", "--kv-heads", "2", "--head-dim", "64"]),
+        (0, [*LLAMA_3_1_8B, "--batch", "4"]),
+        (0, [*LLAMA_3_1_8B, "--config", __file__]),
+        (0, ["--config", "no/such/config.json"]),
         (1, ["--model", "."]),
         (1, ["--layers", "2"]),
-        (2, ["--layers", "2"]),
         (2, ["--batch", "2", "--tokens", "8"]),
-        (2, ["--model", "."]),
+        (2, ["--reserved", "10%"]),
     ],
 )
-def test_plan_refuses_models_that_do_not_fit_together(models: int, options: list[str], tmp_path: Path):
+def test_plan_refuses_models_that_do_not_fit_together(models: int, args: list[str], tmp_path: Path):
     paths = [write_config(tmp_path / str(number)) for number in range(models)]
-    arguments = [argument for path in paths for argument in ("--model", str(path))]
-    result = invoke("plan", *arguments, *options, "--memory", "1GiB")
+    result = invoke("plan", *(word for path in paths for word in ("--model", str(path))), *args)
     assert result.exit_code == 2
     assert "Usage" in result.stderr
-
-
-def test_plan_refuses_shares_below_a_page(tmp_path: Path):
-    path = str(write_config(tmp_path / "model"))
-    assert isinstance(invoke("plan", "--model", path, "--model", path, "--memory", "3MiB").exception, vmmkv.BudgetError)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[1, 2]",
-        '{"text_config": [1]}',
         '{"model_type": "llama", "num_hidden_layers": "x", "num_attention_heads": 4, "hidden_size": 64}',
-        '{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
         '{"model_type": ["llama"], "text_config": {"model_type": {}}}',
         "[" * 100_000,
     ],
-    ids=range(6),
+    ids=range(4),
 )
 def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     path = tmp_path / "config.json"
@@ -247,31 +171,17 @@ def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
 
 
-@pytest.mark.parametrize(("longest", "error"), [("-1", vmmkv.LayoutError), ('"4096"', vmmkv.ArgumentError)])
-def test_a_longest_sequence_that_is_no_number_of_tokens_is_refused_by_name(
-    longest: str, error: type[Exception], tmp_path: Path
-):
-    path = tmp_path / "config.json"
-    sizes = '"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64'
-    path.write_text(f'{{{sizes}, "max_position_embeddings": {longest}}}')
-    raised = invoke("plan", "--config", str(path)).exception
-    assert isinstance(raised, error)
-    assert "max_position_embeddings" in str(raised)
-
-
-@pytest.mark.parametrize("pages", [1, 16])
 @pytest.mark.parametrize("fault", [None, *CALLS[:3]])
-def test_page_life_leaves_nothing_behind(device: str, pages: int, fault: str | None):
+def test_page_life_leaves_nothing_behind(device: str, fault: str | None):
     driver = FaultyDriver(small_driver(device))
     if fault:
         driver.fail(fault, skip=1)
         with pytest.raises(vmmkv.DriverError):
-            measure_page_life(driver, pages, 3)
+            measure_page_life(driver, 16, 3)
     else:
-        life = measure_page_life(driver, pages, 3)
+        life = measure_page_life(driver, 16, 3)
         assert list(life) == CALLS
         assert all(microseconds > 0 for microseconds in life.values())
-        assert driver.changes == 3 * 2  # each frame was mapped once, as a whole, and unmapped
     assert not driver.handles
     assert not driver.mapped
     assert not driver.ranges
@@ -284,11 +194,10 @@ def test_info_without_a_gpu_reports_the_host():
     assert (facts["kind"], facts["device"], facts["cuda_device_seen"]) == ("host", "cpu", False)
     assert facts["page_size"] == 2 << 20
     assert 0 < facts["free_bytes"] <= facts["total_bytes"]
-    assert facts["max_map_count"] > 0
     assert list(facts["page_life_us"]) == ["1", "16"]
-    for life in facts["page_life_us"].values():
-        assert list(life) == CALLS
-        assert all(microseconds > 0 for microseconds in life.values())
+    shown = run_vmmkv("info").stdout
+    assert "No CUDA device was seen" in shown
+    assert "\x1b" not in shown
 
 
 @pytest.mark.gpu
@@ -298,18 +207,6 @@ def test_info_on_a_gpu():
     assert (facts["kind"], facts["cuda_device_seen"]) == ("cuda", True)
     assert {"exportable", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
     assert all(us > 0 for life in facts["page_life_us"].values() for us in life.values())
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("args", [["info"], ["plan", *LLAMA_3_1_8B], ["--help"]])
-def test_no_escape_codes_where_nobody_can_see_colours(args: list[str]):
-    piped = run_vmmkv(*args)
-    assert piped.returncode == 0
-    assert "\x1b" not in piped.stdout + piped.stderr
-
-
-def test_info_says_that_no_gpu_was_seen():
-    assert "No CUDA device was seen" in run_vmmkv("info").stdout
 
 
 def test_no_color_is_honoured_and_json_is_never_coloured():

@@ -89,49 +89,6 @@ def test_what_a_wheel_ships_is_loaded_and_needs_no_folder(copied: Path, tmp_path
     assert use(copied, no_folder) == ""
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(copied: Path, tmp_path: Path) -> None:
-    use(copied, tmp_path)
-    for path in (tmp_path / "vmmkv").glob("*.bc"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert "compiling" in use(copied, tmp_path)
-    assert use(copied, tmp_path) == ""
-
-
-def test_threads_load_one_copy() -> None:
-    """Functions of a library share words, so that all have to be of the same."""
-    child = run_python(LOADING, bare=True)
-    assert (child.returncode, child.stderr) == (0, "")
-
-
-LOADING = """
-    import threading
-    from vmmkv.compiled import code
-    from vmmkv.driver import entries
-
-    linked, link = [], code.link
-    names = [function.__name__ for function in entries.ENTRIES]
-
-    def counted(*arguments):
-        linked.append(link(*arguments))
-        return linked[-1]
-
-    code.link = counted
-    threads = [threading.Thread(target=getattr, args=(entries, name)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(linked) == 1, len(linked)
-"""
-
-
-def test_sources_that_do_not_compile_are_told(copied: Path, tmp_path: Path) -> None:
-    source = copied / "vmmkv" / "small_functions.py"
-    source.write_text(source.read_text().replace("2 * number", "number + 'x'"))
-    with pytest.raises(AssertionError, match=r"RuntimeError: vmmkv.small does not compile"):
-        use(copied, tmp_path)
-
-
 def test_code_that_allocates_or_raises_is_refused(copied: Path, tmp_path: Path) -> None:
     source = copied / "vmmkv" / "small_functions.py"
     source.write_text(source.read_text().replace("2 * number", "len(numpy.zeros(2 * number))"))

@@ -150,14 +150,6 @@ class World:
         if cache.state[0]["live"] < before:
             self.rows[index] = [row for row in self.rows[index] if row not in rows]
 
-    def do_collect(self, index: int) -> None:
-        if row := self.pick(index):
-            self.rows[index].remove(row)
-            del row
-            self.run(partial(self.caches[index].sweep))
-            self.caches[index].sweep()
-            assert self.caches[index].state[0]["live"] == len(self.rows[index])
-
     def do_trim(self, index: int) -> None:
         self.run(partial(self.pool.trim_to, self.random.choice([0, 10, 40])))
 
@@ -165,22 +157,6 @@ class World:
         before, pages = self.pool.word("budget"), self.random.choice([40, 60, 90])
         self.run(partial(self.pool.limit_to, pages))
         assert self.pool.word("budget") in (before, pages)
-
-    def do_open_and_close(self, index: int) -> None:
-        """A cache of its own, which gives all back, at the latest when it is closed again."""
-        pool = self.pool
-        before, accounts = pool.word("used"), int(pool.accounts["open"].sum())
-        cache = new_cache(pool, rows=3, lookahead=self.caches[0].state[0]["lookahead"], reserved=2)
-        try:
-            forked = cache.start(20).fork()
-            assert forked.length == 20
-            if self.random.random() < 0.5:
-                del forked
-            if self.run(partial(cache.close)):
-                check_all(pool, *self.caches, *([cache] if cache.address in pool.caches else []))
-        finally:
-            cache.close()
-        assert (pool.word("used"), int(pool.accounts["open"].sum())) == (before, accounts)
 
     def end(self) -> None:
         for cache in self.caches:

@@ -12,11 +12,9 @@ from conftest import ROUNDS
 from core_machine import Machine, Model
 from simulated_device import SimulatedDevice
 
-import vmmkv
 from vmmkv.core import reordering
-from vmmkv.core.cache import Cache
 from vmmkv.core.reordering import ASIDE, in_order, reorder
-from vmmkv.errors import DriverError, OutOfPagesError, UnsupportedError
+from vmmkv.errors import DriverError, UnsupportedError
 
 
 @pytest.fixture(autouse=True)
@@ -103,49 +101,3 @@ def test_any_moves_are_put_in_order() -> None:
             assert place[to] == moves[row]
         place.pop(ASIDE, None)
         assert place == {row: moves.get(row, row) for row in rows}
-
-
-def bare_cache(pages: int = 40, **options: Any) -> tuple[Cache, SimulatedDevice]:
-    """A cache of 4 rows of 100 tokens on a device whose driver refuses misuse."""
-    from vmmkv.core.pool import Pool
-
-    device = SimulatedDevice(Random())
-    layout = vmmkv.KVLayout(3, 2, 16, torch.float32)
-    return Cache(Pool(device.inner, pages), layout.record_bytes, 4, 100, **{"large": False, **options}), device
-
-
-def test_beams_that_were_forked_copy_and_map_nothing() -> None:
-    cache, device = bare_cache()
-    first = cache.start(50)
-    beams = [first, *(first.fork() for _ in range(3))]
-    for beam in beams:
-        beam.extend(3)
-    changes, used = device.changes, cache.pool.word("used")
-    for indices in ([1, 0, 2, 3], [2, 2, 2, 3], [1, 2, 3, 0], [3, 3, 3, 3]):
-        reorder(cache, beams, indices)
-    assert (device.changes, cache.pool.word("used")) == (changes, used)
-
-
-def test_sequences_without_tokens_become_forks() -> None:
-    cache, _ = bare_cache()
-    first = cache.start(64)
-    used = cache.pool.word("used")
-    beams = [first, *(cache.start() for _ in range(3))]
-    reorder(cache, beams, [0, 0, 0, 0])
-    assert [beam.length for beam in beams] == [64] * 4
-    assert cache.pool.word("used") <= used + 3
-
-
-def test_what_is_refused_changes_nothing() -> None:
-    cache, _device = bare_cache(pages=14)
-    long, short, third = cache.start(60), cache.start(5), cache.start(1)
-    before = [(each.start, each.length) for each in (long, short, third)]
-    with pytest.raises(OutOfPagesError):
-        reorder(cache, [long, short, third], [1, 0, 0])
-    long.release_before(50)
-    with pytest.raises(UnsupportedError, match="release_before"):
-        reorder(cache, [long, short], [1, 0])
-    assert [(each.start, each.length) for each in (long, short, third)] == [(50, 60), *before[1:]]
-    third.free()
-    with pytest.raises(vmmkv.UseAfterFreeError):
-        reorder(cache, [long, third], [1, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from conftest import small_driver
 from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.core import entries
 from vmmkv.core.cache import Cache
 from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
@@ -95,87 +93,6 @@ def test_copies_for_which_there_is_no_room_are_not_begun() -> None:
     with pytest.raises(OutOfPagesError):
         fork.extend(21)
     assert cache.pool.word("used") == used
-
-
-def test_a_row_that_alone_is_live_needs_no_copies() -> None:
-    cache, _driver = opened(8, limit=8)
-    first = cache.start(32)
-    first.fork().free()
-    cache.part(first.ticket, 0)
-    write(first, 3)
-
-
-def test_a_fork_and_a_growth_have_all_surplus_of_live_rows() -> None:
-    cache, _driver = opened(9)
-    first = cache.start(36, expected=16)
-    first.truncate(5)
-    fork = first.fork()  # needs a page, which only its source has
-    fork.free()
-    cache.pool.trim_to()
-    first.extend(31)
-    first.truncate(4)
-    cache.start(32)  # needs what `first` expects to need, too
-
-
-def test_a_sequence_can_be_read_after_a_change_of_places_has_failed() -> None:
-    failed = 0
-    for skip in range(20):
-        cache, driver = opened(20)
-        first = cache.start(8)
-        write(first, 5)
-        fork = first.fork()
-        driver.fail("any", skip)
-        try:
-            cache.part(fork.ticket, 0)
-        except DriverError:
-            failed += 1
-        driver.heal()
-        assert read(fork) == {5}
-    assert failed >= 8
-
-
-def test_a_scrubbed_sequence_that_was_cut_may_begin_late() -> None:
-    cache, _driver = opened(20, scrub=True)
-    sequence = cache.start(30)
-    sequence.truncate(0)
-    cache.pool.trim_to()
-    cache.extend([sequence], 30, starts=[20])
-    assert read(sequence, 20) == {0}
-
-
-def test_a_scrubbed_fork_does_not_see_what_its_parent_writes_later() -> None:
-    cache, _driver = opened(12, scrub=True)
-    parent = cache.start(4)
-    fork = parent.fork()
-    parent.extend(36)
-    write(parent, 9, 4)
-    parent.free()
-    fork.extend(30)
-    assert read(fork, 4) == {0}
-
-
-def test_a_frame_that_a_guest_drops_while_it_leaves_its_row_is_free() -> None:
-    held = array("q", bytes(80))
-
-    class Dropping(FaultyDriver):
-        """Has the guest drop its frames before the first unmapping."""
-
-        def _before_unmap(self, address: int, nbytes: int) -> None:
-            super()._before_unmap(address, nbytes)
-            entries.drop(cache.address, held.buffer_info()[0], len(held))
-            del held[:]
-
-    driver = Dropping(small_driver("cpu"))
-    cache = Cache(Pool(driver.inner, 10), LAYOUT.record_bytes, 5, 10_000, large=False)
-    first = cache.start(8)
-    del held[entries.hold(cache.address, first.ticket, 0, 0, 8, held.buffer_info()[0], 10) :]
-    assert len(held) == 2
-    row = first.row
-    first.free()
-    assert cache.start(0, row=row).length == 0
-    assert not held
-    check(cache.pool, [cache])
-    assert cache.pool.free_pages() == 2
 
 
 @pytest.mark.parametrize("live", [0, 5])

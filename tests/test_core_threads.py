@@ -16,7 +16,7 @@ from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
 STEPS = 700
 """Operations of a thread."""
-NAMES = (
+NAMES = [
     "begin",
     "begin",
     "extend",
@@ -30,7 +30,7 @@ NAMES = (
     "free",
     "collect",
     "trim",
-)
+]
 
 
 class Worker:

@@ -6,14 +6,13 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.workload import BLOCK, Request, conversations, known_tokens, read_trace
+from vmmkv.workload import BLOCK, Request, known_tokens, read_trace
 
 
 def demo(*args: str):
@@ -64,19 +63,6 @@ def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
     assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
 
 
-def test_on_the_host_a_trace_is_replayed_as_far_as_it_takes_no_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless that is asked for; and it is said how far."""
-    path = tmp_path / "trace.csv"
-    path.write_text("ContextTokens,GeneratedTokens\n300,10\n40,8\n300,5\n")
-    monkeypatch.setattr("vmmkv.cli.demo.HOST_TOKENS", 320)
-    for options, requests, tokens in (([], 2, 358), (["--requests", "3"], 3, 663)):
-        result = CliRunner().invoke(app, ["demo", "--device", "cpu", "--trace", str(path), "--json", *options])
-        assert json.loads(result.stdout)["requests"] == requests
-        assert f"Replaying {requests} of 3 requests, {tokens} tokens" in result.stderr
-
-
 def chats(count: int) -> list[Request]:
     """Requests whose prompts often begin alike, in blocks."""
     prompts: list[list[int]] = [[]]
@@ -120,16 +106,6 @@ def test_prompts_that_begin_alike_are_found(tmp_path: Path) -> None:
     assert sum(tokens // 16 * 16 for tokens in known) <= figures["cached_tokens"] <= sum(known)
 
 
-def test_what_is_reused_is_right_where_memory_is_short(tmp_path: Path) -> None:
-    requests = chats(25)
-    trace = write(tmp_path / "trace.jsonl", requests)
-    result = demo("--device", "cpu", "--trace", trace, "--check-every", "2", "--json")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
-    assert figures["cached_tokens"] <= figures["known_tokens"] == sum(known_beginnings(requests))
-    assert figures["pages_created"] * figures["page_size"] <= figures["budget_bytes"]
-
-
 def test_what_is_reused_and_should_not_be_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Prompts that are taken for one another."""
     sequence, commit = vmmkv.KVCache.sequence, vmmkv.Sequence.commit
@@ -141,33 +117,19 @@ def test_what_is_reused_and_should_not_be_shows(monkeypatch: pytest.MonkeyPatch,
     assert "Attention is wrong" in result.output
 
 
-def test_demo_says_what_was_reused(tmp_path: Path) -> None:
-    trace = write(tmp_path / "trace.jsonl", [Request(BLOCK + 512, 2, 0.0, (1, each)) for each in (2, 3)])
-    result = demo("--device", "cpu", "--trace", trace)
-    assert "25.0% were cached already (the trace allows 25.0%)" in " ".join(result.stdout.split())
-    assert "cached" not in demo("--device", "cpu", "--requests", "3").stdout
-
-
 @pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(plot: str) -> None:
     assert demo("--device", "cpu", "--plot", plot).exit_code == 2
 
 
-def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:
-    requests = conversations(5000, np.random.default_rng())
-    assert 1000 < np.mean([request.total for request in requests]) < 1600
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("stray", [1.0, float("nan")])
-def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, stray: float) -> None:
+def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The books are right, the contents are not."""
     extend = vmmkv.KVCache.extend
 
     def stray_write(cache, sequences, tokens):
         extend(cache, sequences, tokens)
         for layer in range(4):
-            sequences[0].v(layer)[:] += stray
+            sequences[0].v(layer)[:] += 1
 
     monkeypatch.setattr(vmmkv.KVCache, "extend", stray_write)
     result = demo("--device", "cpu", "--check-every", "1", "--requests", "4")

@@ -2,228 +2,96 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from random import Random
 
 import pytest
 import torch
 from conftest import on_driver, small_driver
-from faulty import CALLS, FaultyDriver
+from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.driver.fence import Fence
-from vmmkv.driver.table import NOT_READY
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
 
 
-class FakeStream:
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name, self.cuda_stream = name, number
-
-
-class FakeEvent:
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
-        self.done = False
-        self.waited = False
-
-
-class StreamedDriver(FaultyDriver):
-    """A host driver that pretends to have streams: work on them ends when the test says so."""
-
-    functions = (*CALLS, "make_event", "record", "query", "wait", "wait_for", "deallocate")
-    stream = "main"
-
-    def __init__(self) -> None:
-        super().__init__(small_driver("cpu"))
-        self.events: list[tuple[str, FakeEvent]] = []
-        """In the order in which they were recorded."""
-        self.latest: dict[int, FakeEvent] = {}
-        """By the driver's event: as it was recorded last."""
-        self.by_name: dict[str, FakeStream] = {}
-        self.orders: list[tuple[str, str]] = []
-        """Streams that wait, and for which other."""
-
-    def __getitem__(self, name: str) -> FakeStream:
-        return self.by_name.setdefault(name, FakeStream(name, 100 + len(self.by_name)))
-
-    def current_stream(self) -> FakeStream:
-        return self[self.stream]
-
-    def current_handle(self) -> int:
-        return self.current_stream().cuda_stream
-
-    def _c_make_event(self, out: int, flags: int) -> None:
-        ctypes.c_int64.from_address(out).value = len(self.latest) + 1
-        self.latest[len(self.latest) + 1] = FakeEvent("")
-
-    def _c_record(self, event: int, handle: int) -> None:
-        name = self._name(handle)
-        self.latest[event] = FakeEvent(name)
-        self.events.append((name, self.latest[event]))
-
-    def _c_query(self, event: int) -> int:
-        return 0 if self.latest[event].done else NOT_READY
-
-    def _c_wait(self, handle: int, event: int, flags: int) -> None:
-        self.orders.append((self._name(handle), self.latest[event].stream))
-
-    def _c_wait_for(self, event: int) -> None:
-        self.latest[event].done = self.latest[event].waited = True
-
-    def _name(self, handle: int) -> str:
-        return next(stream.name for stream in self.by_name.values() if stream.cuda_stream == handle)
-
-    def finish(self) -> None:
-        for _, event in self.events:
-            event.done = True
-
-
 @pytest.fixture
-def driver() -> StreamedDriver:
-    return StreamedDriver()
+def simulated() -> SimulatedDevice:
+    return SimulatedDevice(Random())
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("fills", [0, 1, 2])
-def test_a_failed_memset_leaves_no_page_unmapped_under_another(driver, make_cache, device: str, fills: int) -> None:
-    cache = make_cache(driver=driver, layers_per_range=1, scrub=True)
-    sequence = cache.sequence(1)
-    mapped = len(driver.mapped)
-    driver.fail("fill", skip=fills)
-    with pytest.raises(vmmkv.DriverError):
-        sequence.extend(80)
-    assert sequence.length == 1
-    cache.check()
-    assert len(driver.mapped) > mapped, "pages may still be written to"
-    driver.stream = "other"
-    cache.trim()
-    assert any(event.waited for _, event in driver.events)
-    sequence.extend(80)
-
-
-def test_a_fence_passes_when_all_its_events_have(driver) -> None:
-    fence = Fence.after(driver, [driver["a"], driver["b"]]) | Fence.after(driver, [driver["c"]])
-    for _, event in driver.events:
-        assert not fence.passed()
-        event.done = True
-    assert fence.passed()
-    assert Fence().passed()
-
-
-def test_the_same_stream_adopts_at_once_another_behind_the_last_work(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    driver.stream = "side"
+def test_the_same_stream_adopts_at_once_another_behind_the_last_work(simulated, make_cache, device: str) -> None:
+    cache = make_cache(driver=simulated)
+    main, side, _ = simulated.streams
+    simulated.current = side
     with cache.sequence(50) as sequence:
         row = sequence.row
+        side.submit(lambda: None)
     sequence = cache.sequence(50)
     assert sequence.row == row
-    assert not driver.orders
-    driver.stream = "main"
+    assert main.submitted == 0
+    simulated.current = main
     del sequence  # it ends on its own stream, too
     assert cache.sequence(50).row == row
-    assert driver.orders == [("main", "side")]
+    assert main.submitted == 1, "it waits for the other stream"
 
 
 @pytest.mark.usefixtures("undebugged")
-def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, pages=20)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(simulated, make_cache, device: str) -> None:
+    cache = make_cache(driver=simulated, pages=20)
     busy, idle = cache.sequence(50), cache.sequence(50)
     idle.free()
-    driver.finish()
+    simulated.finish()
+    main, other, _ = simulated.streams
+    main.submit(lambda: None)
     busy.free()
-    driver.stream = "other"
+    simulated.current = other
     kept = [cache.sequence(50, row=2)]
-    assert not any(event.waited for _, event in driver.events)
+    assert main.queue
     kept.append(cache.sequence(50, row=3))
-    assert [event.waited for _, event in driver.events] == [False, True]
+    assert not main.queue
     cache.check()
-
-
-@pytest.mark.usefixtures("undebugged")
-def test_one_fence_serves_a_batch(driver, make_cache) -> None:
-    cache = make_cache(driver=driver)
-    cache.free([cache.sequence(5) for _ in range(4)])
-    assert len(driver.events) == 1
-
-
-@pytest.mark.usefixtures("undebugged")
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_sliding_window_has_its_pages_again_behind_their_fence(driver, make_cache, finished: bool) -> None:
-    cache = make_cache(driver=driver, max_seq_len=1000, pages=12)
-    sequence = cache.sequence(32)
-    sequence.release_before(32)
-    sequence.extend(32)
-    if finished:
-        driver.finish()
-    sequence.extend(32)
-    assert cache.stats().pages_created == 12
-    assert [event.waited for _, event in driver.events] == [not finished]
-
-
-class Stubborn(StreamedDriver):
-    """Cannot be waited for, for a reason that the test gives."""
-
-    reason: tuple[type[Exception], ...] = ()
-
-    def _c_deallocate(self, address: int) -> None:
-        for kind in self.reason:
-            raise kind("cuMemFree", "CUDA_ERROR")
 
 
 @pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("reason", [vmmkv.StreamCaptureError, vmmkv.DriverError])
-def test_what_cannot_be_waited_for_is_not_unmapped(make_cache, device: str, reason: type[Exception]) -> None:
+def test_what_cannot_be_waited_for_is_not_unmapped(simulated, make_cache, device: str, reason: type[Exception]) -> None:
     """`close` says so and has done nothing; a cache that is collected goes when it can."""
-    driver = Stubborn()
-    cache = make_cache(driver=driver)
+    cache = make_cache(driver=simulated)
     sequence = cache.sequence(20)
     sequence.k(0).fill_(3)
-    driver.reason = (reason,)
+    simulated.fail("synchronize", error=reason, lasting=True)
     with pytest.raises(reason):
         cache.close()
     assert (sequence.k(0) == 3).all()
     cache.sequence(5).free()
     cache.check()
-    mapped = driver.mapped.copy()
+    mapped = simulated.mapped.copy()
     del cache, sequence
-    assert driver.mapped == mapped
     make_cache()
-    assert driver.mapped == mapped
-    driver.reason = ()
+    assert simulated.mapped == mapped
+    simulated.heal()
     make_cache()
-    assert not driver.mapped
-    assert not driver.ranges
+    assert not simulated.mapped
+    assert not simulated.ranges
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_lost_device_needs_no_waiting(make_cache, device: str) -> None:
-    driver = Stubborn()
-    cache = make_cache(driver=driver)
+@pytest.mark.parametrize("way", ["close", "collect", "close, and every call fails"])
+def test_a_lost_device_needs_no_waiting(simulated, make_cache, device: str, way: str) -> None:
+    cache = make_cache(driver=simulated)
     cache.sequence(20)
-    driver.reason = (vmmkv.DeviceLostError,)
-    cache.close()
-    assert not driver.mapped
-    other = Stubborn()
-    cache = make_cache(driver=other)
-    other.reason = driver.reason
+    call = "any" if way.endswith("fails") else "synchronize"
+    simulated.fail(call, error=vmmkv.DeviceLostError, lasting=True)
+    if way != "collect":
+        cache.close()
+        assert not cache.is_open
     del cache
-    assert not other.ranges
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_lost_device_of_which_every_call_fails_is_closed(make_cache, device: str) -> None:
-    driver = StreamedDriver()
-    cache = make_cache(driver=driver)
-    live = cache.sequence(20)
-    driver.fail(error=vmmkv.DeviceLostError, lasting=True)
-    cache.close()
-    assert not cache.is_open
-    live.free()
+    assert call == "any" or not simulated.mapped | simulated.ranges
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -318,14 +186,6 @@ def test_during_a_capture_sequences_grow_and_no_cache_is_closed(gpu_cache, devic
     cache.check()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
-def test_streams_of_another_device_are_refused(gpu_cache, make_cache, device: str) -> None:
-    host = make_cache(driver=small_driver("cpu")).sequence(1)
-    with pytest.raises(vmmkv.DeviceError, match="is on cpu"):
-        host.record_stream(torch.cuda.Stream())
-
-
 class Captured:
     """A graph that another thread captures while the `with` block runs, and that is right after it."""
 
@@ -418,36 +278,6 @@ def use_everything(cache: vmmkv.KVCache) -> None:
     assert (fork.k(0)[:30] == 3).all()
     fork.free()
     cache.trim()
-    cache.check()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"])
-def test_another_context_may_be_current(gpu_cache, device: str) -> None:
-    """Calls are made in the device's own, and leave the caller's as it was."""
-    import cuda.bindings.driver as cu
-
-    cache = gpu_cache(pages=60)
-    use_everything(cache)
-    _, gpu = cu.cuDeviceGet(0)
-    status, context = cu.cuCtxCreate(None, 0, gpu)
-    assert status == cu.CUresult.CUDA_SUCCESS
-    try:
-        driver = cache.pool.driver
-        fence = Fence.after(driver, [driver.current_stream()])
-        assert cu.cuCtxGetCurrent()[1].getPtr() != 0
-        handle, address = driver.create(), driver.reserve(driver.page_size)
-        driver.map(address, handle)
-        driver.set_access(address, driver.page_size)
-        driver.fill(address, driver.page_size, 7, driver.current_stream())
-        fence.wait()
-        driver.synchronize()
-        driver.unmap(address, driver.page_size)
-        driver.release(handle)
-        driver.free(address, driver.page_size)
-        assert int(cu.cuCtxGetCurrent()[1]) == int(context)
-    finally:
-        cu.cuCtxDestroy(context)
     cache.check()
 
 

@@ -158,31 +158,6 @@ def test_fences_wait_for_all_work_that_they_stand_for(streams: int) -> None:
         Model(Random(seed), streams).run(250)
 
 
-def test_an_event_that_has_passed_is_not_asked_for_again() -> None:
-    device = Device(Random(), 1)
-    fences = []
-    for _ in range(4):
-        device.current.submit(lambda: None)
-        fences.append(Fence.after(device, device.streams))
-    device.finish()
-    assert fences[2].passed()
-    device.fail("query", lasting=True)
-    assert fences[0].passed()
-    assert fences[1].passed()
-    with pytest.raises(DriverError):
-        fences[3].passed()
-
-
-def test_the_host_waits_for_all_streams_of_a_fence() -> None:
-    device = Device(Random(), 2)
-    one, other = device.streams
-    other.submit(lambda: None)
-    both = Fence.after(device, device.streams)
-    assert Fence.after(device, [one]).passed()
-    both.wait()
-    assert not other.queue
-
-
 def test_fences_of_different_drivers_are_not_merged() -> None:
     one, other = (Fence.after(device, device.streams) for device in (Device(Random(), 1), Device(Random(), 1)))
     assert (one | Fence()).passed()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import threading
 from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, run_python, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import SimulatedDevice
@@ -119,48 +118,6 @@ def test_a_growable_tensor_is_a_tensor(device: str) -> None:
             raise
 
 
-def test_tensors_and_caches_share_a_pool() -> None:
-    """Pages that one leaves behind another can have; tokens and rows never change."""
-    for _ in range(10 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        random = Random(seed)
-        pool = FramePool(60 * PAGE, device="cpu", page_size=PAGE)
-        cache = KVCache(KVLayout(1, 1, 64), 4, 256, pool=pool, reserved=5 * PAGE)
-        tensors = [GrowableTensor((40, PAGE // 2), torch.uint8, pool=pool) for _ in range(2)]
-        sequences = [cache.sequence() for _ in range(2)]
-        try:
-            for _ in range(60):
-                which = random.randrange(2)
-                try:
-                    if random.random() < 0.5:
-                        tensors[which].resize(random.randrange(41))
-                        tensors[which].tensor.fill_(which + 1)
-                    elif random.random() < 0.2:
-                        cache.trim() if random.random() < 0.5 else tensors[which].trim()
-                    else:
-                        sequences[which].free()
-                        sequences[which] = cache.sequence()
-                        sequences[which].extend(random.randrange(256))
-                        sequences[which].k(0).fill_(which + 3)
-                except vmmkv.OutOfPagesError:
-                    assert pool.stats().used_bytes > 20 * PAGE
-                cache.check()
-                for index, (tensor, sequence) in enumerate(zip(tensors, sequences)):
-                    assert (tensor.tensor == index + 1).all()
-                    assert (sequence.k(0) == index + 3).all()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-        assert {account.name for account in pool.stats().accounts} == {
-            "KVCache 0",
-            "GrowableTensor 0",
-            "GrowableTensor 1",
-        }
-        for each in (cache, *tensors):
-            each.close()
-        pool.close()
-
-
 @DEVICES
 def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
     grown = GrowableTensor((100, 3), torch.float32, device)
@@ -208,30 +165,6 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
     for use in (lambda: grown.resize(3), grown.trim, grown.stats, lambda: grown.tensor, grown.mapped_ranges):
         with pytest.raises(vmmkv.UseAfterFreeError, match="GrowableTensor was closed"):
             use()
-
-
-def test_by_default_it_may_have_all_of_a_pool_that_others_do_not_use() -> None:
-    pool = FramePool(3 * PAGE, device="cpu", page_size=PAGE)
-    grown, other = (GrowableTensor((9 * PAGE,), torch.uint8, pool=pool) for _ in range(2))
-    grown.resize(3 * PAGE)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        other.resize(1)
-    grown.resize(0)
-    other.resize(3 * PAGE)
-
-
-def test_rows_and_shapes_at_the_limits() -> None:
-    grown = GrowableTensor((1 << 40,), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    grown.resize(100_000)
-    grown.tensor.fill_(3)
-    with pytest.raises(vmmkv.OutOfPagesError) as caught:
-        grown.resize(1 << 40)
-    assert caught.value.requested == (1 << 28) - 25
-    assert (grown.tensor == 3).all()
-    wide = GrowableTensor((3, (100 << 40) // 4), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    with pytest.raises(vmmkv.OutOfPagesError):
-        wide.resize(1)
-    assert wide.capacity == 0
 
 
 def test_new_rows_are_no_numbers_with_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,38 +249,6 @@ def test_views_keep_memory_until_the_last_dies_or_addresses_if_it_was_closed() -
         assert not driver.ranges
 
 
-def test_the_last_view_may_die_in_the_middle_of_a_change_of_its_thread() -> None:
-    """The pool's next change closes the tensor then."""
-    driver = FaultyDriver(small_driver("cpu"))
-    pool = FramePool.on(driver.inner, 90 * PAGE)
-    grown, other = (GrowableTensor((100, 64), torch.float32, pool=pool) for _ in range(2))
-    grown.resize(90)
-    views = [grown.tensor]
-    del grown
-    with pool.lock:
-        views.clear()
-    assert driver.mapped
-    other.resize(1)
-    assert len(driver.mapped) == 1
-    other.close()
-    pool.close()
-    assert not driver.ranges
-
-
-def test_a_tensor_that_cannot_be_closed_is_closed_later() -> None:
-    for call in ("unmap", "synchronize", "free"):
-        driver = FaultyDriver(small_driver("cpu"))
-        grown = GrowableTensor((100, 64), torch.float32, pool=FramePool.on(driver.inner, 90 * PAGE))
-        grown.append(torch.full((100, 64), 3.0))
-        driver.fail(call)
-        with pytest.raises(vmmkv.DriverError):
-            grown.close()
-        assert call != "synchronize" or (grown.tensor == 3).all()
-        grown.close()
-        grown.pool.close()
-        assert not driver.ranges
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer
 @pytest.mark.parametrize("name", ["resize", "append", "trim"])
 def test_a_call_that_is_interrupted_at_any_line(name: str) -> None:
@@ -381,85 +282,19 @@ def test_a_call_that_is_interrupted_at_any_line(name: str) -> None:
         assert not driver.handles
 
 
-def test_calls_of_several_threads() -> None:
-    """Each appends rows of its own; none is lost or torn."""
-    grown = GrowableTensor((4000, 16), torch.int64, "cpu", page_size=PAGE, max_bytes="1MiB")
-    counts = [0] * 4
-
-    def work(number: int) -> None:
-        random = Random(number)
-        for _ in range(50):
-            rows = random.randrange(1, 9)
-            grown.append(torch.full((rows, 16), number))
-            counts[number] += rows
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.bincount(grown.tensor[:, 0], minlength=4).tolist() == counts
-    assert (grown.tensor == grown.tensor[:, :1]).all()
-
-
 def test_a_call_in_the_middle_of_another_of_its_thread_is_refused() -> None:
+    """What a finalizer would do, as soon as rows are copied."""
     grown = GrowableTensor((100,), torch.uint8, "cpu", page_size=PAGE, max_bytes="1MiB")
-    refused = []
+    rows, refused = torch.ones(3, dtype=torch.uint8), []
 
-    class Rows(torch.Tensor):
-        """What a finalizer would do, as soon as rows are copied."""
-
-    def finalizer(*_: object) -> None:
+    def finalizer() -> torch.Tensor:
         for call in (lambda: grown.resize(1), grown.trim, grown.close):
             with pytest.raises(vmmkv.BusyError):
                 call()
             refused.append(len(grown))
+        return torch.Tensor.detach(rows)
 
-    rows = torch.ones(3, dtype=torch.uint8)
-    detach = rows.detach
-    rows.detach = lambda: (finalizer(), detach())[1]  # type: ignore[method-assign]
+    rows.detach = finalizer  # type: ignore[method-assign]
     grown.append(rows)
     assert refused == [3, 3, 3]
     assert grown.tensor.tolist() == [1, 1, 1]
-
-
-def test_a_forked_child_is_refused_and_ends() -> None:
-    """Also where a thread of the parent is in the middle of a call; the parent goes on."""
-    child = run_python(
-        """
-        import os, signal, threading, torch
-        from vmmkv.errors import ForkError
-        from vmmkv.torch.growable_tensor import GrowableTensor
-        grown = GrowableTensor((100,), torch.uint8, "cpu", page_size=4096, max_bytes="1MiB")
-        grown.append(torch.ones(5, dtype=torch.uint8))
-        view, held, go_on = grown.tensor, threading.Event(), threading.Event()
-
-        def hold():
-            with grown._lock:
-                held.set()
-                go_on.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        if not os.fork():
-            signal.alarm(60)
-            for call in (lambda: grown.resize(9), lambda: grown.append(view), grown.trim, lambda: grown.tensor):
-                try:
-                    call()
-                except ForkError:
-                    print("refused", end=" ", flush=True)
-            grown.close()
-            own = GrowableTensor((100,), torch.uint8, "cpu", page_size=4096, max_bytes="1MiB")
-            own.append(torch.ones(3, dtype=torch.uint8))
-            print(own.tensor.tolist(), end=" ", flush=True)
-            del grown, view
-            sys.exit()
-        assert os.wait()[1] == 0
-        go_on.set()
-        thread.join()
-        grown.append(view)
-        print(grown.tensor.tolist())
-        """
-    )
-    assert child.stdout == f"{'refused ' * 4}[1, 1, 1] {[1] * 10}\n", child.stderr

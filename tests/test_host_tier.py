@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 import time
 from contextlib import suppress
 from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, join, on_driver, small_driver
+from conftest import ROUNDS, on_driver, small_driver
 from core_rows import Row, token_at
 from faulty import FaultyDriver
-from host_machine import HostMachine
+from host_machine import HostMachine, host_memory  # noqa: F401
 from interruption import interrupted_after
 from prefix_machine import Ids, Tables, bytes_of, common
 from simulated_device import SimulatedDevice
-from tier_machine import host_memory  # noqa: F401
 
 import vmmkv
 from vmmkv.core.cache import Cache
 from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
+from vmmkv.driver.fence import Fence
 from vmmkv.layout import KVLayout
 from vmmkv.prefix.prefixes import NO_NAMES, Prefixes
 from vmmkv.tier.host_tier import HostTier
@@ -180,39 +179,24 @@ def test_priorities_below_the_lowest_one_are_not_copied(lowest: int | None) -> N
     cache.prefixes.evict(1 << 30)
     is_cached = [cache.sequence(token_ids=ids).cached_tokens > 0 for ids in prompts(4)]
     assert is_cached == [lowest is not None and priority >= lowest for priority in (10, 50, 70, 90)]
-
-
-def test_no_priority_is_refused() -> None:
     for priority in (-1, 101, True, "30", 30.0):
         with pytest.raises(vmmkv.RetentionError, match="asked for priority"):
             make(host_priority=priority)
 
 
 def test_a_full_host_keeps_what_is_needed_more() -> None:
+    """The prefixes of a higher priority, and suspended sequences before all prefixes."""
     cache = make(host_bytes=20 * PAGE)
     for number, ids in enumerate(prompts(5)):
         compute(cache, ids, (vmmkv.Retention(priority=80 if number == 1 else 40),))
     cache.prefixes.evict(1 << 30)
     assert cache.stats().host_prefix_pages <= 20
-    assert [cache.sequence(token_ids=ids, whole=False).cached_tokens > 30 for ids in prompts(5)] == [
-        False, True, False, False, True,
-    ]  # fmt: skip
-    cache.check()
-
-
-def test_suspended_sequences_come_before_prefixes() -> None:
-    cache = make(host_bytes=12 * PAGE)
-    compute(cache, prompts(1)[0])
-    cache.prefixes.evict(1 << 30)
-    assert cache.stats().host_prefix_pages == 9
-    sequence = cache.sequence(48)
-    write(sequence, prompts(1)[0])
+    found = [cache.sequence(token_ids=ids, whole=False).cached_tokens > 30 for ids in prompts(5)]
+    assert found == [False, True, False, False, True]
+    sequence = cache.sequence(100)
     sequence.suspend()
-    assert cache.stats().host_prefix_pages <= 3
-    assert cache.stats().host_bytes <= 12 * PAGE
-    assert cache.sequence(token_ids=[*prompts(1)[0], 1], whole=False).cached_tokens < 48
-    sequence.resume()
-    assert holds(sequence, prompts(1)[0])
+    assert cache.stats().host_prefix_pages == 0
+    cache.check()
 
 
 @pytest.mark.parametrize("call", ["copy", "record", "wait_for"])
@@ -255,72 +239,33 @@ def test_interrupted_requests_lose_nothing() -> None:
     cache.close()
 
 
-def test_threads_with_prompts_that_begin_alike() -> None:
-    cache, errors = make(50, host_bytes=40 * PAGE), []
-    cache.sequence(token_ids=[1]).free()
-
-    def work(random: Random) -> None:
-        try:
-            for _ in range(150 * ROUNDS):
-                ids = random.choice(prompts(6))[: random.randint(2, 48)] + [random.randrange(3) for _ in range(5)]
-                with suppress(vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
-                    compute(cache, ids)
-        except BaseException as error:
-            errors.append(error)
-
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
-    threads = [threading.Thread(target=work, args=(Random(seed + index),)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
-    assert not errors
-    assert cache.stats().cached_tokens > 0
-    cache.check()
-    cache.close()
-
-
 # ---------------------------------------------------------------------- suspended sequences
 
 
 def test_what_is_away_takes_no_memory() -> None:
-    cache = make(pages=30)
+    cache = make(pages=30, host_bytes=32 * PAGE)
     first, ids = cache.sequence(100), [*range(100)]
+    address = first.k(0).data_ptr()
     write(first, ids)
     with pytest.raises(vmmkv.OutOfPagesError):
         cache.sequence(100)
     first.suspend()
-    assert first.is_suspended
     assert "suspended, 100 tokens on the host" in repr(first)
     for refused in (first.fork, lambda: first.extend(1), lambda: first.truncate(0), lambda: first.k(0)):
         with pytest.raises(vmmkv.SuspendedError):
             refused()
     second = cache.sequence(100)
+    with pytest.raises(vmmkv.SuspendedError):
+        cache.reorder([first, second], [1, 0])
     with pytest.raises(vmmkv.OutOfPagesError):
         first.resume()
+    with pytest.raises(vmmkv.OutOfHostMemoryError, match="12 of 32"):
+        second.suspend()
     second.free()
     first.resume()
     assert holds(first, ids)
+    assert (first.k(0).data_ptr(), cache.stats().host_bytes) == (address, 0)
     cache.check()
-
-
-def test_the_tier_has_an_end() -> None:
-    cache = make(pages=100, host_bytes=32 * PAGE)
-    first, second, ids = cache.sequence(100), cache.sequence(100), [*range(100)]
-    write(second, ids)
-    first.suspend()
-    with pytest.raises(vmmkv.OutOfHostMemoryError, match="12 of 32"):
-        second.suspend()
-    assert holds(second, ids)
-    first.free()
-    assert cache.stats().host_bytes == 0
-    second.suspend()
-    second.resume()
-    assert holds(second, ids)
-    cache.check()
-
-
-def test_no_tier() -> None:
     with pytest.raises(vmmkv.ArgumentError, match="host_bytes"):
         make(host_bytes=0).sequence(3).suspend()
     with pytest.raises(vmmkv.BudgetError):
@@ -358,3 +303,14 @@ def test_a_failed_call_of_a_suspension(name: str) -> None:
         if not has_failed:
             break
     assert 3 < skip < 100
+
+
+def test_slots_of_a_long_sequence_are_few_runs() -> None:
+    cache = make(host_bytes=100 * PAGE)
+    slots = cache.host_tier.slots  # type: ignore[union-attr]
+    taken = slots.take([40, 3, 20])
+    assert [len(runs) for runs in taken] == [3, 1, 2]
+    slots.give([taken[0]], Fence())
+    assert slots.made == 32
+    assert [len(runs) for runs in slots.take([16])] == [1]
+    slots.give(taken[1:], Fence())

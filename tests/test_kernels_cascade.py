@@ -218,14 +218,6 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     assert (out == 0).all()
 
 
-def test_cascade_can_be_part_of_a_compiled_graph() -> None:
-    tensors, groups = same_beginnings(bf16), (int32([1, 4]), int32([20]))
-    step = torch.compile(lambda *given: cascade(*given, kernel="mma") * 2, fullgraph=True, backend="aot_eager")
-    outs = step(*tensors, *groups)
-    assert torch.equal(outs, cascade(*tensors, *groups, kernel="mma") * 2)
-    assert torch.allclose(outs, decode(*tensors) * 2, atol=0.05)
-
-
 @pytest.mark.gpu
 def test_one_captured_graph_serves_all_groups() -> None:
     """Groups, prefixes and lengths come with each replay. What is shared is only in the row of a group's first."""

@@ -6,12 +6,12 @@ Everything outside the tokens that a query may see is NaN, or not there at all, 
 from __future__ import annotations
 
 import random as python_random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from conftest import DEVICE, few, int32
-from test_kernels_attention import check_error
+from test_kernels_attention import Case, Inputs, check
 
 import vmmkv
 from vmmkv.kernels import append, cascade, decode, mixed, prefill
@@ -21,37 +21,9 @@ WIDTH, V_WIDTH, ROTARY = 576, 512, 64
 SCALE = (128 + ROTARY) ** -0.5
 
 
-class Case(NamedTuple):
-    """A geometry; lengths and data are random."""
-
-    heads: int
-    q_len: int = 0
-    block_size: int = 0
-    dtype: torch.dtype = bf16
-    kernel: str = "auto"
-    window: int = 0
-    softcap: float = 0.0
-    starts: bool = False
-    sinks: bool = False
-    causal: bool = True
-
-
-class Inputs(NamedTuple):
-    """What kernels are called with, and the same latents without holes."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    rows: torch.Tensor
-    starts: torch.Tensor | None
-    block_table: torch.Tensor | None
-    sinks: torch.Tensor | None
-    counts: list[int]
-    lengths: list[int]
-    live: list[torch.Tensor]
-
-    @property
-    def v(self) -> torch.Tensor:
-        return self.k[..., :V_WIDTH]
+def of(heads: int, dtype: torch.dtype = bf16, **options: Any) -> Case:
+    """A geometry of latents."""
+    return Case(dtype, WIDTH, heads, 1, **options)
 
 
 def make_cache(rows: int, tokens: int, dtype: torch.dtype) -> vmmkv.KVCache:
@@ -92,59 +64,38 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
         table[row, -(-length // case.block_size) :] = 1 << 30
     q = torch.randn(sum(counts), case.heads, WIDTH, device=DEVICE).to(case.dtype)
     sinks = torch.randn(case.heads, device=DEVICE) if case.sinks else None
-    return Inputs(q, k, int32(rows), int32(starts) if case.starts else None, table, sinks, counts, lengths, live)
+    v, begins = k[..., :V_WIDTH], int32(starts) if case.starts else None
+    live_v = [each[..., :V_WIDTH] for each in live]
+    return Inputs(q, k, v, counts, lengths, int32(rows), begins, table, sinks, live, live_v)
 
 
-def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """The same in plain torch, in another precision."""
-    outputs = []
-    for q, latents, index in zip(inputs.q.to(dtype).split(inputs.counts), inputs.live, range(len(inputs.counts))):
-        count, length = inputs.counts[index], inputs.lengths[index]
-        k = latents[:, 0].to(dtype)
-        scores = torch.einsum("qhd,kd->hqk", q, k) * SCALE
-        if case.softcap:
-            scores = case.softcap * torch.tanh(scores / case.softcap)
-        position = torch.arange(length - count, length, device=DEVICE)[:, None]
-        key = torch.arange(length, device=DEVICE)
-        visible = key >= (int(inputs.starts[index]) if inputs.starts is not None else 0)
-        visible = visible & (key <= position) if case.causal else visible.expand(count, -1)
-        if case.window:
-            visible = visible & (key > position - case.window)
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if inputs.sinks is not None:
-            scores = torch.cat([scores, inputs.sinks.to(dtype)[:, None, None].expand(-1, count, 1)], 2)
-        weights = torch.softmax(scores.float() if dtype.itemsize < 4 else scores, 2).to(dtype)[..., :length]
-        outputs.append(torch.einsum("hqk,kd->qhd", weights, k[:, :V_WIDTH]))
-    return torch.cat(outputs)
-
-
-def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
-    times = 3 if case.dtype == torch.float32 else 2  # 576 products are added one after the other
-    check_error(ours, attend(case, inputs, torch.float64), attend(case, inputs, case.dtype), times)
+def check_latents(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
+    times = 3 if case.dtype == fp32 else 2  # 576 products are added one after the other
+    check(case, inputs, ours, times, SCALE)
 
 
 DECODE = [
-    Case(16, q_len=1, kernel="mma"),
-    Case(16, q_len=1, block_size=16, dtype=fp16),
-    Case(16, q_len=2, starts=True, sinks=True),
-    Case(32, q_len=1, block_size=48),
-    Case(16, q_len=1, window=40, softcap=3.0, kernel="mma"),
-    Case(48, q_len=1, starts=True, kernel="mma"),
-    Case(64, q_len=1, kernel="mma"),
-    Case(80, q_len=1, block_size=32, kernel="mma", dtype=fp16),
+    of(16, q_len=1, kernel="mma"),
+    of(16, q_len=1, block_size=16, dtype=fp16),
+    of(16, q_len=2, starts=True, sinks=True),
+    of(32, q_len=1, block_size=48),
+    of(16, q_len=1, window=40, softcap=3.0, kernel="mma"),
+    of(48, q_len=1, starts=True, kernel="mma"),
+    of(64, q_len=1, kernel="mma"),
+    of(80, q_len=1, block_size=32, kernel="mma", dtype=fp16),
 ]
 DECODE_HOPPER = [
-    Case(64, q_len=1, kernel="wgmma"),
-    Case(16, q_len=4, block_size=16, dtype=fp16),
-    Case(48, q_len=2, starts=True, sinks=True, kernel="wgmma"),
-    Case(16, q_len=8, window=40, kernel="wgmma"),
-    Case(128, q_len=1, block_size=64, kernel="wgmma"),
-    Case(64, q_len=1, softcap=3.0, kernel="wgmma"),
+    of(64, q_len=1, kernel="wgmma"),
+    of(16, q_len=4, block_size=16, dtype=fp16),
+    of(48, q_len=2, starts=True, sinks=True, kernel="wgmma"),
+    of(16, q_len=8, window=40, kernel="wgmma"),
+    of(128, q_len=1, block_size=64, kernel="wgmma"),
+    of(64, q_len=1, softcap=3.0, kernel="wgmma"),
 ]
 DECODE_PLAIN = [
-    Case(3, q_len=2),
-    Case(2, q_len=1, dtype=fp32, block_size=16),
-    Case(4, q_len=1, dtype=fp32, window=20, sinks=True),
+    of(3, q_len=2),
+    of(2, q_len=1, dtype=fp32, block_size=16),
+    of(4, q_len=1, dtype=fp32, window=20, sinks=True),
 ]
 
 
@@ -159,20 +110,20 @@ def test_decode(case: Case) -> None:
     inputs = make_inputs(case, [case.q_len] * len(lengths), lengths)
     q = inputs.q.view(len(lengths), case.q_len, case.heads, WIDTH)
     out = torch.full_like(q[..., :V_WIDTH], torch.nan).contiguous()
-    arguments = (q, inputs.k, inputs.v, int32(lengths), *inputs[2:6])
+    arguments = (q, inputs.k, inputs.v, int32(lengths), *inputs[5:9])
     options = {"scale": SCALE, "window": case.window, "softcap": case.softcap, "kernel": case.kernel}
     decode(*arguments, **options, out=out)
-    check(case, inputs, out.flatten(0, 1))
+    check_latents(case, inputs, out.flatten(0, 1))
     assert torch.equal(decode(*arguments, **options), out) or DEVICE == "cuda"  # counters are 0 again
 
 
 PREFILL = [
-    Case(16, kernel="mma"),
-    Case(16, kernel="mma", block_size=16, dtype=fp16, starts=True),
-    Case(48, kernel="mma", causal=False),
-    Case(80, kernel="mma", window=30, sinks=True),
+    of(16, kernel="mma"),
+    of(16, kernel="mma", block_size=16, dtype=fp16, starts=True),
+    of(48, kernel="mma", causal=False),
+    of(80, kernel="mma", window=30, sinks=True),
 ]
-PREFILL_PLAIN = [Case(3), Case(2, dtype=fp32, block_size=32), Case(1, window=20, starts=True)]
+PREFILL_PLAIN = [of(3), of(2, dtype=fp32, block_size=32), of(1, window=20, starts=True)]
 
 
 @pytest.mark.parametrize(
@@ -191,17 +142,17 @@ def test_prefill(case: Case) -> None:
     inputs = make_inputs(case, counts, lengths)
     out = torch.full_like(inputs.q[..., :V_WIDTH], torch.nan).contiguous()
     prefill(
-        inputs.q, inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[2:6], scale=SCALE, causal=case.causal,
+        inputs.q, inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[5:9], scale=SCALE, causal=case.causal,
         window=case.window, softcap=case.softcap, out=out, kernel=case.kernel,
     )  # fmt: skip
-    check(case, inputs, out)
+    check_latents(case, inputs, out)
 
 
 def cumulated(counts: list[int]) -> torch.Tensor:
     return int32([sum(counts[:index]) for index in range(len(counts) + 1)])
 
 
-@pytest.mark.parametrize("case", few(1, "mixed", [Case(16), Case(16, kernel="mma", block_size=16), Case(64)]))
+@pytest.mark.parametrize("case", few(1, "mixed", [of(16), of(16, kernel="mma", block_size=16), of(64)]))
 def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
     counts = python_random.sample([1, 1, 0, 5, 2], 5)
@@ -210,72 +161,11 @@ def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     out = torch.full((sum(counts) + 2, case.heads, V_WIDTH), 7.0, device=DEVICE, dtype=bf16)
     padding = torch.full_like(inputs.q[:2], torch.nan)
     mixed(
-        torch.cat([inputs.q, padding]), inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[2:6],
+        torch.cat([inputs.q, padding]), inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[5:9],
         scale=SCALE, max_prompts=python_random.choice([None, 2]), kernel=case.kernel, out=out,
     )  # fmt: skip
-    check(case, inputs, out[: sum(counts)])
+    check_latents(case, inputs, out[: sum(counts)])
     assert (out[sum(counts) :] == 7).all()
-
-
-class Heads(NamedTuple):
-    """Queries `[tokens, heads, nope + rotary]`, and what makes heads of latents."""
-
-    q: torch.Tensor
-    up_k: torch.Tensor
-    up_v: torch.Tensor
-
-    def absorbed(self) -> torch.Tensor:
-        """Queries of latents."""
-        nope = self.up_k.shape[1]
-        return torch.cat([torch.einsum("thn,hnd->thd", self.q[..., :nope], self.up_k), self.q[..., nope:]], -1)
-
-    def attention(self, latents: torch.Tensor) -> torch.Tensor:
-        """Of the last tokens to all, by heads of their own: `[tokens, heads, v]`."""
-        compressed, rotary = latents[:, :V_WIDTH], latents[:, V_WIDTH:]
-        k_nope = torch.einsum("kd,hnd->khn", compressed, self.up_k)
-        k = torch.cat([k_nope, rotary[:, None].expand(-1, len(self.up_k), -1)], -1)
-        v = torch.einsum("kd,hnd->khn", compressed, self.up_v)
-        mask = torch.ones(len(self.q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(self.q))
-        states = (each.transpose(0, 1) for each in (self.q, k, v))
-        scale = self.q.shape[-1] ** -0.5
-        return torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale).transpose(0, 1)
-
-
-def test_latents_stand_for_heads_of_their_own() -> None:
-    """From rows that `append` wrote, prompts first and then tokens one by one, to what heads would give whose K and V
-    are made of the latents: nowhere is there a V."""
-    heads, nope, v_width, prompts = 16, 32, 24, [python_random.randint(1, 6), python_random.randint(20, 40)]
-    layer = python_random.randrange(3)
-    scale = (nope + ROTARY) ** -0.5
-    up_k, up_v = (torch.randn(heads, width, V_WIDTH, device=DEVICE).double() / 16 for width in (nope, v_width))
-    cache = make_cache(3, 64, bf16)
-    sequences = [cache.sequence(length) for length in prompts]
-    k, no_v = cache.kv(layer)
-    assert cache.layout.token_bytes == 3 * WIDTH * 2
-    rows, held = int32([sequence.row for sequence in sequences]), [torch.empty(0, WIDTH, device=DEVICE).double()] * 2
-
-    def step(counts: list[int], lengths: list[int], ours: Any) -> None:
-        new = torch.randn(sum(counts), 1, WIDTH, device=DEVICE).to(bf16)
-        before = int32([length - count for count, length in zip(counts, lengths)])
-        append(new, new[..., :0], k, no_v, rows, before, cumulated(counts))
-        queries = torch.randn(sum(counts), heads, nope + ROTARY, device=DEVICE).double()
-        asked = Heads(queries, up_k, up_v).absorbed().to(bf16)
-        out = torch.einsum("thd,hnd->thn", ours(asked, counts, lengths).double(), up_v)
-        for index, (latents, q) in enumerate(zip(new[:, 0].double().split(counts), queries.split(counts))):
-            held[index] = torch.cat([held[index], latents])
-            exact = Heads(q, up_k, up_v).attention(held[index])
-            error = out[sum(counts[:index]) :][: counts[index]] - exact
-            assert error.norm() <= 0.02 * exact.norm()
-
-    step(prompts, prompts, lambda q, counts, lengths: prefill(
-        q, k, k[..., :V_WIDTH], cumulated(counts), int32(lengths), rows, scale=scale
-    ))  # fmt: skip
-    for number in range(1, 3):
-        for sequence in sequences:
-            sequence.extend(1)
-        step([1, 1], [length + number for length in prompts], lambda q, counts, lengths: decode(
-            q[:, None], k, k[..., :V_WIDTH], int32(lengths), rows, scale=scale
-        )[:, 0])  # fmt: skip
 
 
 HEADS = {"wgmma": 64, "mma": 16, "plain": 4}
@@ -286,17 +176,6 @@ def latents(heads: int = 16, dtype: torch.dtype = bf16) -> tuple[torch.Tensor, .
     """Queries of two sequences, latents with room for 64 tokens, and lengths."""
     q = torch.randn(2, 1, heads, WIDTH, device=DEVICE).to(dtype)
     return q, torch.randn(2, 64, 1, WIDTH, device=DEVICE).to(dtype), int32([33, 20])
-
-
-@pytest.mark.parametrize("kernel", ["mma", "plain"])
-def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
-    """An empty sequence, and one that is nothing but padding."""
-    q, k, _ = latents(HEADS[kernel])
-    k[0, 5:], k[1] = torch.nan, torch.nan
-    lens, starts = int32([5, 0]), int32([5, 0])
-    assert (decode(q, k, k[..., :V_WIDTH], lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
-    cu = int32([0, 1, 1])
-    assert (prefill(q[:1, 0], k, k[..., :V_WIDTH], cu, lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
 
 
 @pytest.mark.few(3)
@@ -316,26 +195,6 @@ def test_what_would_lie_before_a_row_is_not_read(kernel: str, function: str) -> 
         outs = [decode(q, k, k[..., :V_WIDTH], *each, **options) for each in (given, right)]
     assert torch.equal(*outs)
     assert outs[0].isfinite().all()
-
-
-@pytest.mark.parametrize("kernel", ["mma", "plain"])
-def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
-    q, k, lens = latents(heads := HEADS[kernel])
-    sinks = torch.zeros(heads, device=DEVICE)
-    sinks[3] = torch.nan
-    expected = (torch.arange(heads, device=DEVICE) == 3)[:, None].expand(2, 1, heads, V_WIDTH)
-    out = decode(q, k, k[..., :V_WIDTH], lens, sinks=sinks, scale=SCALE, kernel=kernel)
-    assert torch.equal(out.isnan(), expected)
-
-
-def test_latents_can_be_part_of_a_compiled_graph() -> None:
-    q, k, lens = latents()
-
-    def step(q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        return decode(q, k, k[..., :V_WIDTH], lens, scale=SCALE) * 2
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, lens)
-    assert torch.equal(compiled, step(q, k, lens))
 
 
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:

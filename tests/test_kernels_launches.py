@@ -178,15 +178,3 @@ def test_what_the_driver_refuses(fake: FakeDriver) -> None:
     fake.answers = []
     launch.run(*values)
     assert fake.entered == [0]
-
-
-def test_no_blocks_are_no_launch(fake: FakeDriver) -> None:
-    Launch(Kernel(some_launch, (), STRUCTS, 32), (0, 3), 0, tuple(some_arguments())).run()
-    assert not fake.seen
-
-
-@pytest.mark.parametrize("grid", [(1, 65_536), (1 << 31, 1)])
-def test_more_blocks_than_a_grid_has_are_refused(fake: FakeDriver, grid: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=f"got work for {grid[0]:,} x {grid[1]:,} blocks of threads"):
-        Launch(Kernel(some_launch, (), STRUCTS, 32), grid, 0, tuple(some_arguments()))
-    Launch(Kernel(some_launch, (), STRUCTS, 32), (grid[0] - 1, grid[1] - 1), 0, tuple(some_arguments())).run()

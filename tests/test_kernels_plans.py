@@ -53,47 +53,6 @@ def test_any_calls_in_any_order() -> None:
     assert len(made) < 300, "nothing was found"
 
 
-def test_what_comes_again_is_found() -> None:
-    """Other tensors that look alike, also in turns; an error is one each time."""
-    calls = 0
-
-    def make(fails: bool, geometry: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if fails:
-            raise ValueError("these do not fit")
-        return calls
-
-    plans = Plans(make)
-    for _ in range(5):
-        assert [plans.find((torch.empty(2, width), None), False)[0] for width in (3, 4)] == [1, 2]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="do not fit"):
-            plans.find((torch.empty(2, 3), None), True)
-    assert calls == 4
-
-
-def test_tensors_are_not_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls with a tensor that others leave out are found without asking torch whether it equals None."""
-    plans: Plans[Any] = Plans(lambda geometry: geometry)
-    tensors = torch.empty(2, 3), torch.empty(4)
-    monkeypatch.setattr(torch.Tensor, "__eq__", lambda *_: pytest.fail("compared a tensor"))
-    for _ in range(3):
-        assert plans.find(tensors)[0] != plans.find((tensors[0], None))[0]
-        assert plans.find((None, tensors[1]))[0] != plans.find(tensors)[0]
-
-
-def test_a_tensor_that_is_there_twice_is_found() -> None:
-    """As queries are that are rotated in place; another one in its second place is another call."""
-    made: list[Any] = []
-    plans: Plans[None] = Plans(made.append)
-    for _ in range(5):
-        first, second = torch.empty(2, 3), torch.empty(2, 3)
-        for tensors in ((first, first, second), (first, second, second), (first, second, first)):
-            assert plans.find(tensors)[1] == addresses(tensors)
-    assert len(made) == 3
-
-
 class Wrapper(torch.Tensor):
     """A tensor whose numbers are another's, as a DTensor's are."""
 

@@ -59,19 +59,6 @@ def test_blocks_are_named_as_the_guide_says(names: Names, size: int, root: bytes
     assert hashes(names, ids, size) == chained(root, ids, size)
 
 
-@pytest.mark.parametrize(
-    ("names", "size", "known"),
-    [
-        ((None, None, None), 4, [0xC2448044BA6142FF, 0xCD66094A3E405176]),
-        (("\U0001fae8", "étéX", None), 4, [0xD39D5E9E6C88B0BB, 0xFE084CE2272DD7DF]),
-        (("chat", None, 7), 8, [0x3226D6EC0A6D3DB2]),
-    ],
-)
-def test_names_never_change(names: Names, size: int, known: list[int]) -> None:
-    """Neither from version to version of Python, nor of vmmkv: routers have computed them."""
-    assert hashes(names, list(range(8)), size) == known
-
-
 ODD_TEXT = st.sampled_from(["[null, null]", '["x", null]', '[null, "x"]'])
 TEXT = st.text('x"[], nul:0s1\\\U0001fae8', max_size=9) | ODD_TEXT
 NAME = st.none() | TEXT | st.integers(-3, 20)
@@ -84,16 +71,6 @@ def test_other_names_give_other_blocks_and_other_salts(one: Names, other: Names)
     assert (hashes(one, ids, 2) == hashes(other, ids, 2)) == (one == other)
     apart = (one[0], one[2]) != (other[0], other[2])
     assert (salt_of(one[0], one[2]) != salt_of(other[0], other[2])) == apart
-
-
-@pytest.mark.parametrize("salt", ['["x", null]', '["x", "x"]', '[null, "x"]', '["x"'])
-def test_no_salt_is_taken_for_a_tenants(salt: str) -> None:
-    """In what events name, and in what they say to routers that name blocks themselves."""
-    for told in ('["x", null]', '["x", "x"]'):
-        assert salt_of(salt) != told
-    for own in (None, "x"):
-        assert hashes((salt, None, None), [1, 2], 2) != hashes((own, None, "x"), [1, 2], 2)
-    assert (salt_of("x"), salt_of(None), salt_of(None, "x")) == ("x", None, '["x", null]')
 
 
 NO_NAMES: dict[str, Any] = {"salt": None, "adapter": None, "tenant": None}
@@ -137,18 +114,6 @@ def test_what_is_no_name_is_refused(kind: str, value: Any) -> None:
             with pytest.raises(vmmkv.ArgumentError, match=kind):
                 call()
         assert cache.stats().rows["live"] == telling.stats().rows["live"] == 0
-
-
-@pytest.mark.parametrize(
-    "names", [{"salt": b"x"}, {"salt": 1}, {"adapter": b"x"}, {"adapter": -1}, {"adapter": 1 << 63}, {"tenant": b"x"}]
-)
-def test_what_routers_cannot_be_told_of_is_refused_with_a_log_only(names: dict[str, Any]) -> None:
-    with make() as cache, cache.sequence(token_ids=[1, 2], **names) as sequence:
-        sequence.commit([1, 2])
-    with make(event_log=EventLog()) as cache, pytest.raises(vmmkv.ArgumentError, match="routers"):
-        cache.sequence(token_ids=[1, 2], **names)
-    with pytest.raises(vmmkv.ArgumentError, match="routers"):
-        told_names(**NO_NAMES | names)
 
 
 @pytest.mark.parametrize("kind", ["salt", "adapter", "tenant"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -12,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from conftest import on_driver, small_driver
+from conftest import on_driver
 from faulty import FaultyDriver
 
 import vmmkv
@@ -108,14 +107,6 @@ def test_what_one_cache_does_not_use_another_can_have(small_device: SmallDevice)
         assert all((sequence.k(0) == value).all() for _, sequence, value in live)
 
 
-def test_a_driver_of_somebodys_own_is_nobodys_neighbour(small_device: SmallDevice) -> None:
-    other = make(FaultyDriver(small_driver("cpu")))
-    other.sequence(12 * 8).free()
-    with pytest.raises(OutOfPagesError):
-        make().sequence(12 * 8)
-    assert physical(other) == 12
-
-
 def test_no_bytes_go_from_one_cache_to_another(small_device: SmallDevice) -> None:
     """As they do on a pool, where what is NaN to one layout may lie behind another's tokens."""
     one, other = make(), make()
@@ -125,14 +116,3 @@ def test_no_bytes_go_from_one_cache_to_another(small_device: SmallDevice) -> Non
     sequence.extend(7)
     if not other.pool.is_debugged:  # which fills pages with NaN itself
         assert not sequence.k(0).isnan().any()
-
-
-def test_a_refusal_keeps_nothing_alive(small_device: SmallDevice) -> None:
-    """Not itself in a circle with the frames that it came through: what these hold ends at once."""
-    live = make().sequence(12 * 8)
-    with pytest.raises(OutOfPagesError) as caught:
-        make().sequence(12 * 8)
-    refusal = weakref.ref(caught.value)
-    del caught
-    assert refusal() is None
-    assert live.length == 12 * 8

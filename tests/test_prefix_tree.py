@@ -26,23 +26,6 @@ PAGE = 4
 LAYOUT = KVLayout(2, 1, 64, torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_start_may_take_the_last_row_although_its_tokens_are_to_be_copied(random: Random, rows: int) -> None:
-    tree = new(rows=rows)
-    known: list[Ids] = []
-    for _ in range(60):
-        live = []
-        for _ in range(rows):
-            ids = some_ids(random, known, 60)
-            sequence, cached = tree.start(ids)
-            assert cached < len(ids) == sequence.length
-            tree.commit(sequence, ids)
-            known.append(ids)
-            live.append(sequence)
-        tree.cache.free(live)
-        Tables(tree).check()
-
-
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
     for _ in range(25 * ROUNDS):
@@ -269,20 +252,6 @@ def test_a_commit_of_other_tokens_is_refused() -> None:
     Tables(tree).check()
 
 
-def test_a_full_tree_knows_fewer_tokens() -> None:
-    tree = new()
-    tree.state[0]["nodes"] = 8
-    for begin in (0, 100, 200):
-        ids = [*range(begin, begin + 60)]
-        sequence, _ = tree.start(ids)
-        known = tree.commit(sequence, ids)
-        assert known < 60
-        assert found(tree, ids) == known
-        assert tree.commit(sequence, ids) == known
-        Tables(tree).check()
-    tree.evict(1 << 30)
-
-
 def test_after_lost_notes_nothing_wrong_is_found(random: Random) -> None:
     tree, ids = new(rows=2), [*range(50)]
     sequence, _ = tree.start(ids)
@@ -295,14 +264,3 @@ def test_after_lost_notes_nothing_wrong_is_found(random: Random) -> None:
     assert found(tree, ids[:30] + [7] * 20) == 50
     Tables(tree).check()
     check(tree.cache.pool, [tree.cache], Tables(tree).held())
-
-
-def test_a_tree_that_is_collected_leaves_nothing() -> None:
-    tree, ids = new(), [*range(50)]
-    cache, sequence = tree.cache, tree.start(ids)[0]
-    tree.commit(sequence, ids)
-    sequence.free()
-    del tree
-    assert cache.pool.evict == []
-    cache.pool.trim_to()
-    assert cache.pool.word("created") == 0

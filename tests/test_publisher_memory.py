@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -10,15 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import dedent
 
-import numpy as np
 import pytest
-from ring import Ring
 
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
-from vmmkv.events import EventLog  # noqa: E402
-from vmmkv.events.publisher import MESSAGE_BYTES, EventPublisher  # noqa: E402
+from vmmkv.events.publisher import MESSAGE_BYTES  # noqa: E402
 
 MIB = 1 << 20
 END = b"\xff" * 8
@@ -148,55 +144,3 @@ def test_many_that_ask_and_do_not_read(context: zmq.Context[zmq.Socket[bytes]]) 
         late = [number for number, _ in replayed(stalled[0])]
         assert set(late) == set(range(min(late), max(late) + 1))
         assert max(late) >= numbers[-1]
-
-
-def test_where_too_much_is_queued_the_next_ones_wait(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    with publishing(MIB) as publisher:
-        _, _, replays = publisher.store(200)
-        honest = client(context, replays)
-        published(honest)
-        before = publisher.memory()
-        stalled = [client(context, replays) for _ in range(CLIENTS)]
-        for _ in range(100):
-            for each in stalled:
-                ask(each)
-        publisher.store(50)
-        assert publisher.memory() - before < 8 * MIB
-        for each in stalled:
-            each.close(linger=0)
-        ask(honest)
-        assert replayed(honest)
-
-
-def test_messages_of_many_events_are_not_large(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """They are cut between events; one event is one message, whatever its size, and one that does not fit is not
-    kept."""
-    log, rng, local = EventLog(16), np.random.default_rng(), "tcp://127.0.0.1:*"
-    ring, sizes = Ring(log), [int(size) for size in rng.integers(16, 8000, 100)]
-    for size in sizes:
-        ring.store(rng.integers(1 << 20, 1 << 30, size))
-    ring.store(rng.integers(1 << 20, 1 << 30, 100_000))
-    for size in sizes:
-        ring.store(rng.integers(1 << 20, 1 << 30, size))
-    with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=50 * MIB) as publisher:
-        assert publisher.replay_endpoint
-        dealer = client(context, publisher.replay_endpoint)
-        events: list[int] = []
-        while len(events) < 2 * len(sizes) + 1:
-            ask(dealer)
-            events = []
-            while True:
-                assert dealer.poll(300_000)
-                *_, number, batch = dealer.recv_multipart()
-                if number == END:
-                    break
-                tokens = [len(event["token_ids"]) for event in msgspec.msgpack.decode(batch)[1]]
-                assert len(batch) <= MESSAGE_BYTES or len(tokens) == 1
-                events += tokens
-    assert events == [size // 16 * 16 for size in (*sizes, 100_000, *sizes)]
-
-
-def test_other_hosts_hear_nothing_by_default() -> None:
-    """Events hold token ids."""
-    endpoint = inspect.signature(EventPublisher).parameters["endpoint"].default
-    assert endpoint.startswith("tcp://127.0.0.1:")

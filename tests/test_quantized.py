@@ -57,13 +57,6 @@ def test_what_is_no_number_makes_its_head_none(dtype, strange) -> None:
     assert dequantize(numbers, scales)[1, 0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", LARGEST, ids=str)
-def test_zeros_stay_zeros(dtype) -> None:
-    numbers, scales = quantize(torch.zeros(2, 3, 16), dtype)
-    assert (numbers.float() == 0).all()
-    assert (scales == 0).all()
-
-
 @given(
     inputs=st.sampled_from(INPUTS),
     dtype=st.sampled_from(list(LARGEST)),
@@ -112,17 +105,6 @@ def test_a_sequence_that_holds_no_number_has_no_scale(dtype) -> None:
     assert scales.isnan().tolist() == [True, True, False, False]
     assert scales[2] == 1
     assert dequantize(*quantize(states, dtype, scales))[:, :2].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", LARGEST, ids=str)
-def test_heads_of_no_width_are_like_zeros(dtype) -> None:
-    """As V of latents, which are in K."""
-    states, zeros = torch.zeros(3, 2, 0), torch.zeros(3, 2, 16)
-    numbers, scales = quantize(states, dtype)
-    assert (numbers.shape, numbers.dtype) == (states.shape, dtype)
-    assert torch.equal(scales, quantize(zeros, dtype)[1])
-    assert torch.equal(sequence_scales(states, dtype), sequence_scales(zeros, dtype))
-    assert quantize(states, dtype, torch.ones(2))[0].shape == states.shape
 
 
 def test_other_formats_are_refused() -> None:

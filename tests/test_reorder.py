@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver, small_layout
-from simulated_device import SimulatedDevice
+from conftest import ROUNDS, small_driver, small_layout
 
 import vmmkv
 
@@ -125,74 +124,6 @@ def test_beams_that_were_forked_copy_and_map_nothing(make_cache) -> None:
     assert cache.stats().pages["used"] == used
 
 
-def test_who_has_no_pages_shares_those_that_are_full(make_cache) -> None:
-    cache = make_cache(4, 100, pages=16)
-    (first,) = started(cache, 64)  # 12 pages
-    beams = [first, *(cache.sequence() for _ in range(3))]
-    reordered(beams, [0, 0, 0, 0])
-    assert cache.stats().pages["used"] <= 12 + 3
-    for beam in beams:
-        grow(beam, 1)
-    reordered(beams, [3, 2, 1, 0])
-
-
-def test_what_turns_in_a_circle_is_never_shared(make_cache) -> None:
-    cache = make_cache(3, 100, pages=60)
-    sequences = started(cache, 64, 64, 64)
-    before = mapped(cache)
-    for _ in range(100):
-        reordered(sequences, [1, 2, 0])
-    assert mapped(cache) == before
-
-
-@pytest.mark.parametrize("common", [0, 40])
-def test_who_has_less_than_the_other_does_not_make_small_pieces_of_that(
-    make_cache, monkeypatch: pytest.MonkeyPatch, common: int
-) -> None:
-    """Of two that change places one has no tokens, or none of its own, or one."""
-    cache = make_cache(3, 100, pages=60)
-    driver, copies = cache.pool.driver, []
-    copy = driver.copy
-    monkeypatch.setattr(driver, "copy", lambda *arguments: (copies.append(arguments), copy(*arguments)))
-    for own in (0, 1):
-        (short,) = started(cache, common)
-        long = short.fork()
-        grow(short, own)
-        grow(long, 60)
-        for sequences in ([short, long], [short, long], [long, short]):
-            copies.clear()
-            reordered(sequences, [1, 0])
-            assert len(copies) < 10
-        cache.free([short, long])
-
-
-def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimulatedDevice(Random())
-    cache = on_driver(device, vmmkv.KVCache, small_layout(device), 4, 100, max_bytes=100 * device.page_size, scrub=True)
-    sequences = [cache.sequence(5), cache.sequence(90)]
-    device.finish()
-
-    def empty(*arguments: object, **options: object) -> None:
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as context:
-        context.setattr(torch, "empty", empty)
-        with pytest.raises(vmmkv.DriverOutOfMemoryError):
-            cache.reorder(sequences, [1, 0])
-    device.current = device.streams[1]
-    cache.trim()
-    device.finish()
-    cache.check()
-
-
-def _is_live(sequence: vmmkv.Sequence) -> bool:
-    try:
-        sequence.check_usable()
-    except vmmkv.UseAfterFreeError:
-        return False
-    return True
-
-
 def test_what_is_no_order_is_refused(make_cache) -> None:
     cache, other = make_cache(), make_cache()
     one, two = started(cache, 10, 20)
@@ -211,6 +142,9 @@ def test_what_is_no_order_is_refused(make_cache) -> None:
             cache.reorder(sequences, indices)
     cache.reorder([], [])
     assert all(map(torch.equal, tokens_of(one), before))
+    two.release_before(15)
+    with pytest.raises(vmmkv.UnsupportedError, match="release_before"):
+        cache.reorder([two, one], [1, 0])
     two.free()
     with pytest.raises(vmmkv.UseAfterFreeError):
         cache.reorder([one, two], [1, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from conftest import ROOT
 
 from benchmarks import report
 from benchmarks.cited import unheld
-from benchmarks.newest import newest
 from benchmarks.tables import TABLES, Table
 
 
@@ -73,76 +71,3 @@ def test_a_table_is_written_between_its_marks(root: Path) -> None:
         "old", "| 42 |\n\n<sub>cpu (x86_64), 2000-01-02, commit 0123abc: `answer.json`</sub>"
     )
     assert report.update(root, check=True)[0] == []
-
-
-def test_without_a_result_the_text_stays(root: Path) -> None:
-    (root / report.RESULTS / "answer.json").unlink()
-    stale, missing = report.update(root, check=False)
-    assert not stale
-    assert "answer.json" in missing
-    assert "\nold\n" in (root / "docs" / "page.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("<!-- table: question -->\n<!-- /table -->", "no table 'question'"),
-        ("<!-- table: answer -->\n", "has no <!-- /table -->"),
-        ("<!-- table: answer -->\n<!-- table: answer -->\n<!-- /table -->", "has no <!-- /table -->"),
-    ],
-)
-def test_marks_that_make_no_sense_are_refused(root: Path, text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        report.fill(text, root / report.RESULTS)
-
-
-def test_the_newest_result_of_any_gpu_is_written_with_its_date(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = root / "docs" / "page.md"
-    source = Table(("answer_gpu.json",), lambda result: f"| {result['answer']} |")
-    monkeypatch.setitem(TABLES, "answer", source)
-    assert "answer_gpu.json" in report.update(root, check=False)[1]
-    for gpu, year, answer in (("h100", 2001, 1), ("h200", 2002, 2), ("b300", 2000, 3), ("of_h200", 2003, 4)):
-        facts = {"device": f"NVIDIA {gpu.upper()} 80GB", "date": f"{year}-01-02T03:04", "commit": f"{answer}abc"}
-        result = {"environment": facts, "answer": answer}
-        (root / report.RESULTS / f"answer_{gpu}.json").write_text(json.dumps(result))
-    assert report.update(root, check=False)[0] == ["docs/page.md"]
-    assert "-->\n| 2 |\n\n<sub>NVIDIA H200, 2002-01-02, commit 2abc: `answer_h200.json`</sub>\n<!--" in page.read_text()
-
-
-def test_where_figures_are_measured_each_with_a_unit_has_a_file_that_is_named(root: Path) -> None:
-    (root / report.RESULTS / "answer.json").write_text('{"answer": 42, "seconds": 0.031}')
-    page, kernels = root / "docs" / "benchmarks.md", root / "kernels" / "README.md"
-    kernels.parent.mkdir(exist_ok=True)
-    table = "<!-- table: answer -->\n| 1 ms |\n\nin 9 ms\n<!-- /table -->"
-    named = (
-        f"# A\n\nFrom `answer.json`.\n\nIt took 31 ms.\n\n- or 7 %\n\n## B\n\nOf 4 x 4096 tokens, `8 ms`.\n\n{table}\n"
-    )
-    for text in (named, "5 µs in `benchmarks/results/answer.json`... 42 of them\n", "in 3 steps of 16 tokens\n"):
-        page.write_text(text)
-        kernels.write_text(text)
-        assert report.uncited(root) == []
-    figures = "31 ms, 12.5 µs, 3 GB/s, 2 TB/s, 4 %, 50%, 700 TFLOP/s, 1,000 tokens/s, 1.5 x, 3 times"
-    for figure in figures.split(", "):
-        kernels.write_text(f"## C\n\nFirst.\n\n## D\n\nIt is {figure} now, as we see.\n")
-        (found,) = report.uncited(root)
-        assert found.startswith(f"kernels/README.md: no file is named for {figure}: It is {figure} now")
-        (root / "docs" / "page.md").write_text(kernels.read_text())  # where figures need not be measured ones
-        assert len(report.uncited(root)) == 1
-
-
-def test_a_plot_is_drawn_anew_when_its_result_changes(root: Path) -> None:
-    ((name, (source, _)),) = report.PLOTS.items()
-    original = newest(ROOT / report.RESULTS, source)
-    copy = root / report.RESULTS / original.name
-    shutil.copy(original, copy)
-    assert name in report.update(root, check=False)[0]
-    picture = (root / name).read_text()
-    assert "<svg" in picture
-    assert report.update(root, check=True)[0] == []
-    result = json.loads(copy.read_text())
-    for row in result["serving"]:
-        row["samples"] = row["samples"][:5]
-    copy.write_text(json.dumps(result))
-    assert report.update(root, check=True)[0] == [name]
-    report.update(root, check=False)
-    assert (root / name).read_text() != picture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from random import Random
 from unittest.mock import Mock
 
@@ -92,13 +91,3 @@ def test_requests_are_on_all_devices_or_on_none() -> None:
         assert cache.stats().tokens == 0
         cache.check()
         cache.close()
-
-
-def test_requests_end_with_who_holds_them() -> None:
-    """Not when the garbage collector comes: they hold caches."""
-    layout = vmmkv.KVLayout(1, 1, 64, torch.float32)
-    cache = vmmkv.KVCache(layout, 1, 10, max_bytes=10 * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
-    requests = Requests([cache], [0], Mock(), Ranks(Mock(tp_size=1)), reuse=True)
-    reference = weakref.ref(requests)
-    del requests
-    assert reference() is None

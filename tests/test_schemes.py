@@ -72,29 +72,6 @@ def test_allocates_what_counting_token_by_token_gives(scheme, layout, lengths, p
     assert allocated.tolist() == [slow_allocated_bytes(scheme, layout, tokens, page_size) for tokens in lengths]
 
 
-@given(layout=layouts(), lengths=lengths, page_size=page_sizes)
-def test_vmmkv_holds_the_tokens_and_wastes_less_than_a_page_per_sequence_and_range(layout, lengths, page_size):
-    tokens = np.array(lengths, np.int64)
-    waste = allocated_bytes("vmmkv", layout, tokens, MAX_SEQ_LEN, page_size) - tokens * layout.token_bytes
-    assert (waste >= 0).all()
-    assert (waste < page_size * len(layout.record_bytes)).all()
-
-
-def test_vmmkv_is_what_a_cache_takes():
-    with vmmkv.KVCache(LLAMA, max_sequences=2, max_seq_len=100, max_bytes="64MiB", device="cpu") as cache:
-        sequence = cache.sequence(33)
-        assert cache.stats().physical_bytes == allocated_bytes("vmmkv", LLAMA, np.array([33]), 100).item()
-        sequence.free()
-
-
-def test_llama_needs_one_page_where_a_range_per_layer_needs_64():
-    first_token = np.array([1])
-    assert allocated_bytes("vmmkv", LLAMA, first_token, 8192).tolist() == [2 << 20]
-    assert allocated_bytes("per_layer", LLAMA, first_token, 8192).tolist() == [128 << 20]
-    assert allocated_bytes("block_table_16", LLAMA, first_token, 8192).tolist() == [2 << 20]
-    assert allocated_bytes("static", LLAMA, first_token, 8192).tolist() == [1 << 30]
-
-
 def test_refuses_what_is_no_scheme_and_what_is_no_length():
     with pytest.raises(ValueError, match="per_layer"):
         allocated_bytes("paged", LLAMA, np.array([1]), 8192)

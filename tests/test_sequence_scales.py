@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -164,15 +163,6 @@ def test_a_failed_call_leaves_what_was_or_nothing() -> None:
         assert skip, do
 
 
-INDICES = 1, 0, 1
-OPERATIONS: dict[str, Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]] = {
-    "start": lambda cache, sequences: cache.sequence(200),
-    "start empty": lambda cache, sequences: cache.sequence(),
-    "fork": lambda cache, sequences: cache.fork_many(sequences[0], 2),
-    "reorder": lambda cache, sequences: cache.reorder(sequences, INDICES),
-}
-
-
 def on_later_streams(rows: int = 1) -> tuple[SimulatedDevice, vmmkv.KVCache]:
     """A cache of few rows, whose scales are there for work that runs later."""
     device = SimulatedDevice(Random())
@@ -205,39 +195,6 @@ def test_who_still_reads_a_rows_scales_has_its_own(tokens: int) -> None:
             device.run(device.random.randint(0, 6))
         device.finish()
         assert seen == [[True]] * 4
-
-
-def test_who_could_not_start_changes_no_scales_later() -> None:
-    """It had a row, whose scales were to become 1, when there were no pages for it."""
-    for _ in range(10 * ROUNDS):
-        device, cache = on_later_streams()
-        device.current = device.streams[1]
-        with pytest.raises(vmmkv.OutOfPagesError):
-            cache.sequence(400)
-        device.current = device.streams[2]
-        seen = submit(device, cache.sequence(), 7.0)
-        device.run(4)
-        device.finish()
-        assert seen == [True]
-
-
-def test_a_fork_has_its_parents_scales_of_then() -> None:
-    """Nothing else is copied, and the parent's row goes to another at once."""
-    for _ in range(10 * ROUNDS):
-        device, cache = on_later_streams(2)
-        parent = cache.sequence()
-        submit(device, parent, 3.0)
-        device.current = device.streams[1]
-        fork = parent.fork()
-        device.current = device.random.choice([device.streams[0], device.streams[2]])
-        row = parent.row
-        parent.free()
-        other = cache.sequence()
-        assert other.row == row
-        seen = submit(device, other, 5.0)
-        device.finish()
-        assert seen == [True]
-        assert all((each == 3).all() for each in scales_of(fork))
 
 
 def test_what_another_has_computed_is_refused_to_who_has_other_scales(device: str) -> None:

@@ -9,21 +9,19 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import pytest
 import torch
 from conftest import PATIENCE, ROUNDS, join, on_driver, small_driver
 from faulty import FaultyDriver, has_memory
+from test_prefixes import Key, Machine
 
 import vmmkv
-from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, SuspendedError
+from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 STEPS = (250 if torch.cuda.is_available() else 100) * ROUNDS
@@ -138,115 +136,30 @@ class Worker:
         assert not any(int(wrong) for wrong in self.wrong), "somebody else's bytes"
 
 
-@dataclass
-class Prompt:
-    """A sequence, and the ids of its tokens: K and V of each follow from the salt and all ids up to it."""
-
-    sequence: vmmkv.Sequence
-    ids: list[int]
-    salt: str
-    tenant: str | None
-
-    def states(self) -> torch.Tensor:
-        """What each element of its K and V is."""
-        numbers = accumulate(
-            self.ids, lambda before, number: (31 * before + number + 7) % (2**24 - 3), initial=len(self.salt)
-        )
-        return torch.tensor(list(numbers)[1:], dtype=torch.float32)[:, None, None]
-
-    def views(self) -> list[torch.Tensor]:
-        return [view for layer in range(2) for view in (self.sequence.k(layer), self.sequence.v(layer))]
-
-    def grow(self, ids: list[int]) -> None:
-        """Makes room for tokens of more ids, and writes them."""
-        self.sequence.extend(len(ids))
-        self.ids = self.ids + ids
-        self.write(len(self.ids) - len(ids))
-
-    def write(self, begin: int) -> None:
-        for view in self.views():
-            view[begin:] = self.states()[begin:]
-
-    def look(self, end: int | None = None) -> None:
-        """Checks the first tokens, or all."""
-        for view in self.views() if not self.sequence.is_suspended else []:
-            assert self.sequence.length == len(self.ids)
-            assert (view[:end] == self.states()[:end]).all(), "another's K and V"
-
-
-class Sharer:
-    """A thread's prompts, which begin like those of others.
-
-    Args:
-        crew: whose caches it uses.
-        number: its number.
-    """
+class Sharer(Machine):
+    """A thread's sequences, which begin like those of others."""
 
     def __init__(self, crew: Crew, number: int) -> None:
-        self.crew, self.chance = crew, random.Random()
-        self.live: list[Prompt] = []
+        self.crew, self.random = crew, random.Random(number)
+        self.cache, self.known, self.finds_all = self.random.choice(crew.caches), crew.known, False
+        self.ids, self.keys = {}, {}
+
+    def check(self) -> None:
+        for sequence in self.random.sample(list(self.ids), min(2, len(self.ids))):
+            if not sequence.is_suspended:
+                self.read(sequence, sequence.length)
 
     def work(self) -> None:
         """Takes its steps, or fewer if a thread has failed."""
         try:
             for _ in range(self.crew.steps):
-                if self.crew.failures:
-                    break
-                with suppress(OutOfPagesError, OutOfRowsError, OutOfHostMemoryError, SuspendedError):
-                    self.step()
-                for prompt in self.chance.sample(self.live, min(2, len(self.live))):
-                    prompt.look()
+                if not self.crew.failures:
+                    with suppress(OutOfHostMemoryError):
+                        self.step()
         except BaseException as error:
             self.crew.failures.append(error)
         finally:
-            for prompt in self.live:
-                prompt.sequence.free()
-
-    def step(self) -> None:
-        chance, what = self.chance, self.chance.random()
-        if what < 0.35 or not self.live:
-            self.begin()
-            return
-        prompt = chance.choice(self.live)
-        if what < 0.55:
-            self.live.remove(prompt)
-            if chance.random() < 0.7:
-                prompt.sequence.free()  # or it is left to the garbage collector
-        elif what < 0.65:
-            prompt.sequence.suspend()
-        elif what < 0.75:
-            prompt.sequence.resume()
-        elif what < 0.8:
-            length = chance.randint(0, prompt.sequence.length)
-            prompt.sequence.truncate(length)
-            prompt.ids = prompt.ids[:length]
-        elif what < 0.86:
-            self.live.append(replace(prompt, sequence=prompt.sequence.fork()))
-        elif what < 0.9:
-            like = lambda each: (each.sequence.cache, each.salt, each.tenant)  # noqa: E731
-            beams = [each for each in self.live if like(each) == like(prompt) and not each.sequence.is_suspended]
-            indices = [chance.randrange(len(beams)) for _ in beams]
-            prompt.sequence.cache.reorder([beam.sequence for beam in beams], indices)
-            for beam, ids in zip(beams, [beams[index].ids for index in indices]):
-                beam.ids = ids
-        else:
-            prompt.grow([chance.randrange(4) for _ in range(min(chance.choice([1, 1, 20]), 200 - len(prompt.ids)))])
-            if chance.random() < 0.3:
-                prompt.sequence.commit(prompt.ids)
-
-    def begin(self) -> None:
-        """Starts a prompt, most often one that begins like another, and makes it known."""
-        chance, prompts = self.chance, self.crew.prompts
-        known = chance.choice(prompts)[: chance.randrange(180)] if prompts and chance.random() < 0.8 else []
-        ids = (known + [chance.randrange(4) for _ in range(chance.randint(1, 60))])[:200]
-        cache, salt, tenant = chance.choice(self.crew.caches), chance.choice(["", "x"]), chance.choice([None, "alice"])
-        prompt = Prompt(cache.sequence(token_ids=ids, salt=salt, tenant=tenant), ids, salt, tenant)
-        self.live.append(prompt)
-        prompt.look(prompt.sequence.cached_tokens)
-        prompt.write(prompt.sequence.cached_tokens)
-        if chance.random() < 0.8:
-            prompt.sequence.commit(ids)
-            prompts.append(ids)
+            self.cache.free(list(self.ids))
 
 
 class Crew:
@@ -254,8 +167,8 @@ class Crew:
 
     def __init__(self, caches: list[vmmkv.KVCache], steps: int, kind: type[Worker | Sharer] = Worker) -> None:
         self.caches, self.kind = caches, kind
-        self.prompts: deque[list[int]] = deque(maxlen=40)
-        """Ids that were made known last."""
+        self.known: dict[Key, list[list[int]]] = {}
+        """Ids that were made known, by salt, adapter and tenant."""
         self.steps = steps
         self.failures: list[BaseException] = []
 
@@ -277,62 +190,60 @@ def layouts(page_size: int) -> list[vmmkv.KVLayout]:
     ]
 
 
-@pytest.mark.parametrize("num_caches", [1, 4])
-@pytest.mark.parametrize("lookahead", [0, 24])
-def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
+@pytest.fixture
+def _often_switched() -> Iterator[None]:
+    """Threads take turns in the middle of things."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that threads take turns in the middle of things
-    try:
-        driver = small_driver(device)
-        size = driver.page_size
-        pool = on_driver(driver, vmmkv.FramePool, 120 * size)
-        caches = [
-            vmmkv.KVCache(
-                layouts(size)[index % 2],
-                24 // num_caches,
-                120,
-                pool=pool,
-                lookahead=lookahead,
-                scrub=index == 2,
-                reserved=10 * size if index else 0,
-            )
-            for index in range(num_caches)
-        ]
-        Crew(caches, STEPS).run(8)
-        for cache in caches:
-            cache.check()
-            assert cache.stats().tokens == 0
-        pool.trim()
-        assert pool.stats().physical_bytes == 0
-        for cache in caches:
-            cache.close()
-        pool.close()
-    finally:
-        sys.setswitchinterval(before)
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
+@pytest.mark.usefixtures("_often_switched")
+@pytest.mark.parametrize(("num_caches", "lookahead"), [(1, 0), (4, 24)])
+def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
+    driver = small_driver(device)
+    size = driver.page_size
+    pool = on_driver(driver, vmmkv.FramePool, 120 * size)
+    caches = [
+        vmmkv.KVCache(
+            layouts(size)[index % 2],
+            24 // num_caches,
+            120,
+            pool=pool,
+            lookahead=lookahead,
+            scrub=index == 2,
+            reserved=10 * size if index else 0,
+        )
+        for index in range(num_caches)
+    ]
+    Crew(caches, STEPS).run(8)
+    for cache in caches:
+        cache.check()
+        assert cache.stats().tokens == 0
+    pool.trim()
+    assert pool.stats().physical_bytes == 0
+    for cache in caches:
+        cache.close()
+    pool.close()
+
+
+@pytest.mark.usefixtures("_often_switched")
 @pytest.mark.parametrize("layers_per_range", [1, 2])
 def test_eight_threads_begin_alike(layers_per_range: int) -> None:
     """With all that moves tokens, in caches of which one is reserved what the other may have meanwhile."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        driver = small_driver("cpu")
-        size, layout = driver.page_size, vmmkv.KVLayout(2, 1, 64, torch.float32, layers_per_range=layers_per_range)
-        pool = on_driver(driver, vmmkv.FramePool, 260 * size)
-        options = {"pool": pool, "lookahead": 24, "host_bytes": 128 * size}
-        caches = [
-            vmmkv.KVCache(layout, 24, 200, **options, reserved=pages * size, large_frames=pages > 0)
-            for pages in (0, 20)
-        ]
-        Crew(caches, STEPS, Sharer).run(8)
-        for cache in caches:
-            cache.check()
-            assert cache.stats().tokens == 0
-            cache.close()
-        pool.close()
-    finally:
-        sys.setswitchinterval(before)
+    layout = vmmkv.KVLayout(2, 1, 64, torch.float32, layers_per_range=layers_per_range)
+    pool = on_driver(small_driver("cpu"), vmmkv.FramePool, 260 * 4096)
+    options = {"pool": pool, "lookahead": 24, "host_bytes": 128 * 4096}
+    caches = [
+        vmmkv.KVCache(layout, 24, 200, **options, reserved=pages * 4096, large_frames=pages > 0) for pages in (0, 20)
+    ]
+    Crew(caches, STEPS, Sharer).run(8)
+    for cache in caches:
+        cache.check()
+        assert cache.stats().tokens == 0
+        cache.close()
+    pool.close()
 
 
 class BlockedDriver(FaultyDriver):
@@ -351,13 +262,6 @@ class BlockedDriver(FaultyDriver):
             self.has_come.set()
             assert self.goes_on.wait(PATIENCE)
         return super()._call(name, *args)
-
-
-class Rung:
-    """A mapper that does something else when it is rung for."""
-
-    def __init__(self) -> None:
-        self.ring = self.ring_later = lambda: None
 
 
 @contextmanager
@@ -411,25 +315,22 @@ def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
     assert has_memory(grown, driver)
 
 
-@pytest.mark.parametrize("options", [{}, {"scrub": True}], ids=str)
 @pytest.mark.parametrize("name", ["free", "truncate"])
-def test_who_ends_while_it_grows_has_not_grown(name: str, options: dict) -> None:
+def test_who_ends_while_it_grows_has_not_grown(name: str) -> None:
     """By another thread, which is not how sequences are to be used: all is as if it had not grown, and nothing lost."""
     driver = BlockedDriver()
-    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size, **options)
+    cache = on_driver(driver, vmmkv.KVCache, LAYOUT, 8, 100, max_bytes=60 * driver.page_size)
     grown, beside = cache.sequence(3), cache.sequence(3)
-    is_free = name == "free"
 
     def grow() -> None:
         with pytest.raises(vmmkv.BusyError, match="another thread has changed the sequence"):
             cache.extend([beside, grown], 60)
 
     with blocked(driver, grow):
-        grown.free() if is_free else grown.truncate(1)
+        grown.free() if name == "free" else grown.truncate(1)
     cache.check()
     assert beside.length == 3
-    assert is_free or grown.length == 1
-    cache.extend([beside, *([] if is_free else [grown])], 60)
+    cache.extend([beside, *([] if name == "free" else [grown])], 60)
     cache.check()
     assert has_memory(beside, driver)
 

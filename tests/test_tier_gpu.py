@@ -1,4 +1,4 @@
-"""The host tier on a GPU: contents that kernels write and check, before and after they were in host memory."""
+"""The books and the host tier on a GPU: contents that kernels write and check, before and after a time on the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,56 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS
-from test_core_gpu import LAYOUT, MOST, Row, Tensors
 
 from vmmkv.core import entries
+from vmmkv.core.cache import Cache
 from vmmkv.core.check import check
 from vmmkv.core.pool import Pool
+from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import open_driver
 from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, StreamCaptureError
+from vmmkv.layout import KVLayout
 from vmmkv.prefix.tables import MOVED
+from vmmkv.tensors import export_range
 from vmmkv.tier.host_tier import HostTier
 
 pytestmark = pytest.mark.gpu
 
+LAYOUT = KVLayout(8, 8, 256, torch.bfloat16)
+"""32 tokens in a page of 2 MiB."""
+WORDS = LAYOUT.record_bytes[0] // 4
+MOST = 600
+"""Tokens of a row."""
 STEPS = 1500
+
+
+class Tensors:
+    """A cache, and its rows as a tensor of words: `[rows, tokens, words]`."""
+
+    def __init__(self, pool: Pool, rows: int, **options: int) -> None:
+        self.cache = Cache(pool, LAYOUT.record_bytes, rows, MOST, **options)  # type: ignore[arg-type]
+        part, device = self.cache.ranges[0], pool.driver.device
+        row_bytes = int(part["row_pages"]) * pool.driver.page_size
+        whole = export_range(int(part["address"]), rows * row_bytes, device, owner=pool).view(torch.int32)
+        self.words = whole.view(rows, row_bytes // 4)[:, : MOST * WORDS].view(rows, MOST, WORDS)
+
+
+class Row:
+    """A sequence, and on plain memory of torch what it should hold."""
+
+    def __init__(self, tensors: Tensors, sequence: Sequence, shadow: torch.Tensor) -> None:
+        self.tensors, self.sequence, self.shadow = tensors, sequence, shadow
+
+    def fill(self, begin: int) -> None:
+        """Writes random numbers to all tokens from one on."""
+        length = self.sequence.length
+        new = torch.randint(-(1 << 31), 1 << 31, (length - begin, 1), dtype=torch.int32, device=self.shadow.device)
+        self.tensors.words[self.sequence.row, begin:length] = new
+        self.shadow = torch.cat([self.shadow[:begin], new])
+
+    def wrong(self) -> torch.Tensor:
+        """How many words are not as they should be; on the device."""
+        return (self.tensors.words[self.sequence.row, : self.sequence.length] != self.shadow).sum()
 
 
 def new_row(tensors: Tensors, tokens: int) -> Row:
@@ -155,3 +192,17 @@ def test_a_capture_refuses_to_suspend_and_to_resume() -> None:
             tier.resume(away.sequence)
     tier.resume(away.sequence)
     assert int(here.wrong()) == int(away.wrong()) == 0
+
+
+def test_a_page_is_mapped_again_after_its_first_row_is_gone() -> None:
+    """Driver 580 refuses that for memory that was made for GPUDirect RDMA."""
+    pool = Pool(open_driver("cuda"), 64)
+    cache = Tensors(pool, 4, large=False).cache
+    first = cache.start(64)
+    second = first.fork()
+    first.free()
+    torch.cuda.synchronize()
+    pool.trim_to()
+    cache.part(second.ticket, 0)
+    third = second.fork()
+    assert third.length == 64

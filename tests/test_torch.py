@@ -85,174 +85,46 @@ def test_segments_hold_what_is_written_and_the_books_agree(c_driver, functions, 
     check()
 
 
-def test_whichever_call_fails_the_books_say_what_is_held() -> None:
-    for fail_at in range(100):
-        c_driver = CDriver(fail_at)
-        driver = c_driver.driver
-        functions = Functions(c_driver, BUDGET)
-        segment = functions.allocate(3 * driver.page_size - 5)
-        if segment:
-            functions.deallocate(segment, 3 * driver.page_size - 5)
-        assert not c_driver.misuse
-        assert functions.books["physical"] == driver.num_pages * driver.page_size
-        if c_driver.failed in ("reserve", "create", "map", "set_access", "pop", None):
-            assert not driver.handles
-            assert not driver.ranges
-        if not segment:
-            assert functions.books["status"] == 2
-            assert functions.books["refused"] == 3 * driver.page_size
-        if not c_driver.failed:
-            break
-    assert fail_at == 2 + 3 * 3 + 2 + 5  # every call of this life was made to fail once
-
-
-C_FUNCTIONS = """
-    import ctypes, faulthandler, sys, threading
-    import numpy as np
-    from numba import carray, cfunc, njit, types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
+AFTER_THE_END = """
+    import ctypes
+    from numba import cfunc, types
     from vmmkv.compiled.code import keep
     from vmmkv.driver.host import NullDriver
     from vmmkv.torch.allocator import Allocator
 
-    @intrinsic
-    def void_pointer(typing, address):
-        generate = lambda context, builder, signature, values: builder.inttoptr(values[0], cgutils.voidptr_t)
-        return types.voidptr(types.int64), generate
+    word, number, libc = ctypes.c_int64, types.int64, ctypes.CDLL(None)
+    libc._exit.restype, libc._exit.argtypes = None, [ctypes.c_int]
+    leave = libc._exit
 
-    libc = ctypes.CDLL(None)
-    for name, result, arguments in (
-        ("malloc", ctypes.c_int64, [ctypes.c_int64]),
-        ("free", None, [ctypes.c_int64]),
-        ("usleep", ctypes.c_int, [ctypes.c_uint]),
-        ("pthread_mutex_lock", ctypes.c_int, [ctypes.c_int64]),
-        ("pthread_mutex_unlock", ctypes.c_int, [ctypes.c_int64]),
-        ("_exit", None, [ctypes.c_int]),
-    ):
-        getattr(libc, name).restype, getattr(libc, name).argtypes = result, arguments
-    malloc, free, usleep = libc.malloc, libc.free, libc.usleep
-    lock, unlock, leave = libc.pthread_mutex_lock, libc.pthread_mutex_unlock, libc._exit
-    word, pointer = types.int64, types.CPointer(types.int64)
-    held = np.zeros(2 + 8, np.int64)  # bytes now, and at most; a mutex
-    address_of_held = held.ctypes.data
-
-    @njit
-    def count(size):
-        held = carray(void_pointer(address_of_held), 2, np.int64)
-        lock(address_of_held + 16)
-        held[0] += size
-        held[1] = max(held[0], held[1])
-        unlock(address_of_held + 16)
-
-    @cfunc(types.int32(pointer, word, word, word, word))
-    def reserve(out, size, a, b, c):
-        out[0] = malloc(size)
-        count(size)
-        return 0
-
-    @cfunc(types.int32(pointer, word, word, word))
-    def create(out, size, a, b):
-        usleep(20)  # as a driver call takes its time
-        out[0] = 1
-        return 0
-
-    @cfunc(types.int32(word, word))
-    def give_back(address, size):
-        count(-size)
-        free(address)
+    @cfunc(types.int32(types.CPointer(number), number, number, number, number))
+    def give(out, a, b, c, d):
+        out[0] = 1 << 20
         return 0
 
     @cfunc(types.int32())
     def succeed():
         return 0
 
-    PAGE, BUDGET = 4096, 20
-    driver = NullDriver(1 << 30, PAGE)
-    for name in ("release", "map", "set_access", "unmap", "push", "pop", "synchronize"):
+    driver = NullDriver(1 << 30, 4096)
+    for name in ("release", "map", "set_access", "unmap", "push", "pop", "synchronize", "free"):
         driver.table[name] = succeed.address
-    for name, function in {"reserve": reserve, "create": create, "free": give_back}.items():
-        driver.table[name] = function.address
-    allocator = Allocator(driver, BUDGET)
-    allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(allocator.allocate)
-    deallocate = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(
-        allocator.deallocate
-    )
-"""
+    driver.table["reserve"] = driver.table["create"] = give.address
+    allocator = Allocator(driver, 20)
+    allocate = ctypes.CFUNCTYPE(word, word, ctypes.c_int32, word)(allocator.allocate)
+    deallocate = ctypes.CFUNCTYPE(None, word, word, ctypes.c_int32, word)(allocator.deallocate)
 
-THREADS = (
-    C_FUNCTIONS
-    + """
-    faulthandler.dump_traceback_later(300, exit=True)
-    mutex = np.zeros(8, np.int64)
-    torchs_lock = mutex.ctypes.data
-
-    @cfunc(word(word, word))
-    def work(rounds, locked):
-        got = 0
-        for round in range(rounds):
-            size = 1 + round * 3571 % (8 * PAGE)
-            if locked:
-                lock(torchs_lock)
-            segment = allocate(size, 0, 0)
-            if locked:
-                unlock(torchs_lock)
-            got += segment != 0
-            if segment:
-                if locked:
-                    lock(torchs_lock)
-                deallocate(segment, size, 0, 0)
-                if locked:
-                    unlock(torchs_lock)
-        return got
-
-    without_interpreter = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(work.address)
-    with_interpreter = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(work.address)
-    sys.setswitchinterval(1e-4)
-    got, spins = [], 0
-
-    def call(function, locked):
-        for _ in range(60):  # short calls, so that the lock of the interpreter changes hands
-            got.append(function(3, locked))
-
-    for locked in (1, 0):
-        threads = [
-            threading.Thread(target=call, args=(function, locked))
-            for function in (without_interpreter, with_interpreter)
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            spins += 1
-    books = allocator.state
-    print(spins > 0, sum(got) > len(got), books["physical"], books["segments"], 0 < held[1] <= BUDGET * PAGE)
-"""
-)
-
-
-def test_threads_allocate_while_others_hold_the_interpreter() -> None:
-    """torch's order of locks: the interpreter's first, then its own, then the allocator. A Python callback in place
-    of `allocate` stops this test within a few rounds."""
-    child = run_python(THREADS)
-    assert child.stdout == "True True 0 0 True\n", child.stderr
-
-
-AFTER_THE_END = (
-    C_FUNCTIONS
-    + """
     @cfunc(types.void(types.voidptr))
     def at_exit(argument):
         segment = allocate(5000, 0, 0)
         deallocate(segment, 5000, 0, 0)
         leave(42 if segment else 1)
 
-    keep(at_exit)
+    for each in (give, succeed, at_exit):
+        keep(each)
     libc.__cxa_atexit(ctypes.c_void_p(at_exit.address), None, None)
     del allocator
     print("end")
 """
-)
 
 
 def test_segments_can_be_given_back_after_the_interpreter_has_ended() -> None:
@@ -268,11 +140,6 @@ def test_segments_can_be_given_back_after_the_interpreter_has_ended() -> None:
 def test_a_memory_pool_needs_cuda() -> None:
     with pytest.raises(vmmkv.DeviceError, match="CUDA devices only, and sees 0"):
         memory_pool()
-
-
-def test_a_memory_pool_is_not_for_host_memory() -> None:
-    with pytest.raises(vmmkv.DeviceError, match="asked for a memory pool on cpu"):
-        memory_pool(device="cpu")
 
 
 def filled(nbytes: int, value: int) -> torch.Tensor:
@@ -336,18 +203,6 @@ def test_release_gives_back_what_no_tensor_holds() -> None:
     pool.release()
     assert pool.stats().physical_bytes == pool.stats().segments == 0
     assert [mapped(address, 64 * MIB) for address in addresses] == [0, 0]
-
-
-@pytest.mark.gpu
-def test_tensors_outlive_their_pool() -> None:
-    with memory_pool("512MiB"):
-        tensor = filled(256 * MIB, 3)
-    address = tensor.data_ptr()
-    assert (tensor == 3).all()
-    assert mapped(address, 256 * MIB) == 256 * MIB
-    del tensor
-    torch.cuda.empty_cache()
-    assert mapped(address, 256 * MIB) == 0
 
 
 @pytest.mark.gpu
@@ -439,11 +294,6 @@ def test_threads_with_pools_beside_busy_python() -> None:
     assert child.stdout == "[] [0, 0, 0, 0]\n", child.stderr
 
 
-# ---------------------------------------------------------------------- growable tensors
-
-DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64)
-
-
 # ---------------------------------------------------------------------- accounts
 
 
@@ -468,15 +318,6 @@ def test_the_accounts_name_every_owner(device: str, make_cache) -> None:
     assert not {id(cache), id(grown)} & {id(held.owner) for held in memory_stats()}
 
 
-@pytest.mark.gpu
-def test_the_accounts_name_memory_pools() -> None:
-    with memory_pool("64MiB") as pool:
-        tensor = torch.zeros(MIB, device="cuda")
-    (held,) = [held for held in memory_stats("cuda") if held.owner is pool]
-    assert held.physical_bytes == pool.stats().physical_bytes >= tensor.nbytes
-    assert held.budget_bytes == 64 * MIB
-
-
 @DEVICES
 def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path: Path) -> None:
     gc.collect()
@@ -495,7 +336,6 @@ def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path:
     ours = [segment for segment in snapshot["segments"] if segment["address"] not in others]
     for segment in ours:
         assert segment["device"] == (torch.cuda.device_count() if device == "cpu" else 0)
-        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
         address = segment["address"]
         for block in segment["blocks"]:
             assert block["address"] == address
@@ -503,24 +343,19 @@ def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path:
             if block["state"] == "active_allocated":
                 (frame,) = block["frames"]
                 blocks.setdefault(f"{frame['filename']} {frame['name']}", []).append(block)
+        assert address == segment["address"] + segment["total_size"]
     # What is mapped is what exists (nothing was trimmed), and what is active are the bytes of the tokens.
     physical = cache.stats().physical_bytes + grown.stats().physical_bytes
     assert sum(segment["total_size"] for segment in ours) == physical
     record = cache.layout.record_bytes[0]
-    assert [block["requested_size"] for block in blocks[f"KVCache sequence {whole.number}"]] == [13 * record] * 3
-    assert [block["requested_size"] for block in blocks[f"KVCache sequence {windowed.number}"]] == [25 * record] * 3
-    k_address = windowed.k(0).data_ptr()
-    assert any(
-        block["address"] <= k_address < block["address"] + block["size"]
-        for block in blocks[f"KVCache sequence {windowed.number}"]
-    )
+    for sequence, tokens in ((whole, 13), (windowed, 25)):
+        found = blocks[f"KVCache sequence {sequence.number}"]
+        assert [block["requested_size"] for block in found] == [tokens * record] * 3
+        assert any(0 <= sequence.k(0).data_ptr() - block["address"] < block["size"] for block in found)
     assert blocks[f"GrowableTensor [{5 * MIB}] torch.uint8"][0]["address"] == grown.tensor.data_ptr()
-    # All of torch's tools take it.
-    assert f"segments: {len(snapshot['segments'])}" in _memory_viz.segsum(snapshot)
+    assert f"segments: {len(snapshot['segments'])}" in _memory_viz.segsum(snapshot)  # torch's tools take it
     for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
         assert "MemoryViz.js" in plot(snapshot)
-    assert "KVCache:" in _memory_viz.memory(snapshot, lambda lines: lines)
-    assert "TOTAL" in _memory_viz.trace({**snapshot, "device_traces": [[{"action": "snapshot"}]]})
 
 
 def test_importing_vmmkv_torch_imports_no_numba_and_leaves_torch_alone() -> None:
