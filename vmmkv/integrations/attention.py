@@ -72,28 +72,23 @@ def attend(
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
 
     Raises:
-        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention; or kernels
-            cannot do what is asked for, and nothing else can read K and V, which are those of a `VmmCache` made with
-            `compile=True`.
+        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention; or a mask
+            for other tokens than there are.
     """
-    rows = key if isinstance(key, WholeRows) else None
+    kept = key.window if isinstance(key, WholeRows) else None
     told = {name: given for name, given in kwargs.items() if not (given is None or given is False or name in IGNORED)}
     spans = attention_mask if isinstance(attention_mask, Spans) else None
     lacking = _lacking(query, key, value, dropout, scaling, told)
     if spans is not None and not lacking:
-        lacking = _differing(spans, query, key, kwargs.get("sliding_window"), rows.window if rows is not None else None)
+        lacking = _differing(spans, query, key, kwargs.get("sliding_window"), kept)
     if spans is not None and not lacking:
         return _attend_with_kernels(query, key, value, scaling, told, spans), None
-    if rows is not None:
-        raise UnsupportedAttentionError(
-            f"{type(module).__name__} asks for {lacking or 'a mask that kernels do not know'}, and nothing else can "
-            "read whole rows; it needs a VmmCache made without compile=True"
-        )
     if lacking:
         warn(lacking)
-    return _attend_without_kernels(
-        module, query, key, value, _as_bias(attention_mask, query.dtype), dropout, scaling, told, kwargs
-    )
+    mask = _as_bias(attention_mask, query.dtype)
+    if isinstance(key, WholeRows) and isinstance(value, WholeRows):
+        key, value, mask, told = _of_live_tokens(key, value, query.shape[2], mask, told)
+    return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, told, kwargs)
 
 
 def kernels_take(key: Tensor, value: Tensor) -> bool:
@@ -201,7 +196,7 @@ def _attend_without_kernels(
         return output, None
     eager = _eager_attention(module, told)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **{**kwargs, **told})
     return output, weights
 
 
@@ -215,6 +210,33 @@ def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
     return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks the device for lengths
+def _of_live_tokens(
+    key: WholeRows, value: WholeRows, q_length: int, mask: Tensor | None, told: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The parts of K, V, a mask that is added to scores, and a bias of positions, for the tokens that a layer has
+    memory of when its newest `q_length` attend; raises `UnsupportedAttentionError` if they see others."""
+    bias: Any = told.get("position_bias", mask)
+    if mask is None or {mask.shape[-1], bias.shape[-1]} != {key.shape[2]}:
+        raise UnsupportedAttentionError(
+            f"got no mask, or a mask or a bias of positions for other tokens than the {key.shape[2]} of whole rows: "
+            f"get_mask_sizes({q_length}, ...) has asked a VmmCache made with compile=True for them. Give a mask of "
+            "that many tokens, which hides those that are not there, or do not ask"
+        )
+    end = int(key.lengths[0])
+    first = 0 if key.window is None else max(end - q_length - key.window + 1, 0)
+    seen = mask > torch.finfo(mask.dtype).min
+    if seen[..., :first].any() or seen[..., end:].any():
+        raise UnsupportedAttentionError(
+            f"got a mask whose queries see other tokens than those from {first} to {end - 1}, which the cache holds "
+            "for them: a mask of whole rows hides all others. Or make the VmmCache without compile=True"
+        )
+    live = slice(first, end)
+    told = told | ({"position_bias": bias[..., live]} if "position_bias" in told else {})
+    mask = mask[..., live].clone(memory_format=torch.contiguous_format)  # SDPA's kernels trust that it is aligned
+    return key.states[:, :, live], value.states[:, :, live], mask, told
 
 
 def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:

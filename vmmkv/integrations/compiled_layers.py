@@ -2,8 +2,9 @@
 
 Each layer appends behind its own length, which is a number on the device, and advances it. A pass reads and writes
 tensors with the shape of whole rows, which never move, so that nothing that a compiler guards on changes from token to
-token. Whole rows have memory for live tokens only: vmmkv's own attention alone reads them, with its kernels. Where
-these cannot run nothing is compiled, and layers give views of live tokens as those of other caches do.
+token. Whole rows have memory for live tokens only: vmmkv's own attention alone reads them, with its kernels, or, under
+masks that these do not know, outside of graphs and of live tokens. Where kernels do not take K and V nothing is
+compiled, and layers give views of live tokens as those of other caches do.
 
 Only the host can map pages. Outside of graphs a layer's write does it. Before a pass that `generate` compiles
 transformers asks, by `get_mask_sizes` and outside of the graph, how long its mask must be: that announces a pass to all
