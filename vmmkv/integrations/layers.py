@@ -39,12 +39,12 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, group: LayerGroup, layer_idx: int) -> None:
         # DynamicLayer's own would set keys and values.
         self.layer_idx, self.is_sliding = layer_idx, group.window is not None
-        self.home: torch.device | None = None  # the device of the last K and V
         self.join(group)
 
     def join(self, group: LayerGroup) -> None:
         """Becomes the last layer of a group; the one that it was in must have dropped it."""
         self.group, self._extent = group, group.add_layer(self.layer_idx)
+        self.home: torch.device | None = None  # the device of the last K and V
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Learns the shapes of K and V; writes nothing."""
