@@ -288,7 +288,10 @@ class Requests:
         most = 0
         for caches in self.pools:
             pool, own = caches[0].pool, sum(cache.stats().pages["used"] for cache in caches)
-            stats, elsewhere = pool.stats(), pool.lender.used_by_others if pool.lender else 0
+            stats, elsewhere = pool.stats(), 0
+            if pool.lender:
+                pool.lender.look()
+                elsewhere = pool.lender.used_by_others
             most = max(most, stats.used_bytes - own * pool.page_size, stats.leased_bytes, elsewhere)
         return self._ranks.least(-most) < 0
 
