@@ -15,12 +15,7 @@ from parity.batching import config
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
 from test_continuous_batching import model as model
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching import (
-    continuous_api,
-    input_outputs,
-    model_runner,
-    offloading_manager,
-)
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import cache

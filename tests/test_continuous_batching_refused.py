@@ -18,14 +18,7 @@ import torch
 import transformers
 from conftest import PATIENCE, calls, join
 from parity.batching import NEW, answer, config
-from test_continuous_batching import (
-    CHILDREN,
-    ByHand,
-    Served,
-    answers,
-    check_batch,
-    pool,
-)
+from test_continuous_batching import CHILDREN, ByHand, Served, answers, check_batch, pool
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, tiny_model
 from transformers import GenerationConfig, PreTrainedModel

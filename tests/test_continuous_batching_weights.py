@@ -15,17 +15,7 @@ import torch
 import transformers
 from conftest import PATIENCE, join
 from parity.batching import Answer, answer, config
-from test_continuous_batching import (
-    ONE,
-    PAGE_SIZE,
-    Adapters,
-    ByHand,
-    Served,
-    answers,
-    check_batch,
-    on_rows,
-    pool,
-)
+from test_continuous_batching import ONE, PAGE_SIZE, Adapters, ByHand, Served, answers, check_batch, on_rows, pool
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
@@ -49,14 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "paused",
-        "started again",
-        "written to",
-        "put in the place of others and written to",
-        "another adapter",
-    ],
+    "how", ["paused", "started again", "written to", "put in the place of others and written to", "another adapter"]
 )
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
