@@ -50,7 +50,8 @@ MODELS = {
     }),
     "bart": ("Bart", "ForConditionalGeneration", {
         **ENCODER_DECODER, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
     }),
     "t5": ("T5", "ForConditionalGeneration", {
         **ENCODER_DECODER, "d_kv": 64, "d_ff": 64, "num_layers": 3, "num_heads": 8, "decoder_start_token_id": 0,
