@@ -522,18 +522,18 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
         first.check(expected)
 
 
-def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
-    """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
-    model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
-    (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            (result,) = model.train().generate_batch([expected.prompt], **config()).values()
-        assert result.generated_tokens == expected.tokens
-    finally:
-        rows.disable(model)
-        model.eval()
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching(model: PreTrainedModel) -> None:
+    """It runs in a thread of its own, without autocast or inference mode, and drops nothing out, as in training."""
+    own, expected = copy.deepcopy(model), answers(model, Random(), 2)
+    for layer in own.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.5
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    for inference in (True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(inference):
+            check_batch(own.train(), expected, persistent_manager=True, warmup=False)
+    rows.disable(own)
 
 
 @pytest.mark.parametrize("begins", ["first", "second"])

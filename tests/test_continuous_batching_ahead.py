@@ -53,16 +53,6 @@ def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: fl
         assert served.cache.stats().tokens == 0
 
 
-def test_a_name_may_be_used_again(model: PreTrainedModel) -> None:
-    """A batch with the one before runs still, and transformers goes by names."""
-    several = answers(model, Random(), 4)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    with Served(model, use_async_batching=True) as served:
-        for expected in several:
-            served.manager.add_request(expected.prompt, "chat")
-            assert served.results(1)["chat"].generated_tokens == expected.tokens
-
-
 def test_a_name_may_be_used_again_after_its_request_was_cancelled(model: PreTrainedModel) -> None:
     """What that one leaves goes neither to who waits for the other, nor to who begins alike."""
     several = answers(model, Random(), 4)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import re
 import sys
 import threading
 from contextlib import nullcontext
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -34,20 +36,6 @@ from vmmkv.integrations.batching.whole_layers import CACHE
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, check_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-def test_of_several_requests_all_are_added_or_none(model: PreTrainedModel) -> None:
-    """Nobody would know the names of those that were. Prompts may be tensors."""
-    expected = answers(model, Random(), 3)
-    good = [torch.tensor(each.prompt) for each in expected]
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    with Served(model) as served:
-        for wrong, error in (([7] * 99, vmmkv.SequenceTooLongError), ([], vmmkv.ArgumentError)):
-            with pytest.raises(error):
-                served.manager.add_requests([good[0], wrong, good[1]])
-        names = served.manager.add_requests(good)
-        results = served.results(3)
-    assert [results[name].generated_tokens for name in names] == [each.tokens for each in expected]
 
 
 def test_a_request_that_nobody_would_answer_is_refused(model: PreTrainedModel) -> None:
@@ -155,40 +143,33 @@ def test_nothing_that_a_batch_is_told_is_lost(model: PreTrainedModel) -> None:
     assert [result.generated_tokens for result in results.values()] == [expected.tokens]
 
 
-def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel) -> None:
-    """`generate` hands its padded tensors to `generate_batch`, which knows of no padding."""
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1 << 30, "pad_token_id": 0}
-    ids = torch.randint(2, VOCABULARY, (2, 12))
-    mask = torch.ones_like(ids)
-    expected = model.generate(ids, attention_mask=mask, **options)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)[0].equal(expected)
-    mask[0, :5] = 0
-    with pytest.raises(vmmkv.UnsupportedError, match="an attention_mask with zeros"):
-        model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for num_beams=3"):
-        model.generate(ids, cache_implementation="paged", num_beams=3, **options)
-
-
 @pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
 def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
     """Before any work, however it is given. A length that `max_new_tokens` overrides is none; where nobody asks for
     one, `generate` has its own, or the model's."""
 
-    def generate(**asked: Any) -> torch.Tensor:
+    def generate(ids: list[int] = [5, 6, 7], attention_mask: Any = None, **asked: Any) -> torch.Tensor:  # noqa: B006
         told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
-        return model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged", **told)
+        return model.generate(torch.tensor([ids]), attention_mask=attention_mask, cache_implementation="paged", **told)
 
-    rows.enable(model, pool=pool(100), max_seq_len=20)
+    rows.enable(model, pool=pool(4), max_seq_len=100)
     with patch.object(type(model), "generate_batch", side_effect=AssertionError):
         for name, value in (("num_return_sequences", 2), ("return_dict_in_generate", True), ("max_length", 8)):
             with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
                 generate(**{name: value}, do_sample=name == "num_return_sequences")
+    for told, reason in (
+        ({"num_beams": 3}, "asked for num_beams=3"),
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "an attention_mask with zeros"),  # batches have no padding
+    ):
+        with pytest.raises(vmmkv.UnsupportedError, match=reason):
+            generate(max_new_tokens=3, **told)
     assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
     for length in (None, 8):
         by_default = patch.object(model.generation_config, "max_length", length)
         with by_default, pytest.raises(vmmkv.UnsupportedError, match="asked for the length by default, which generate"):
             generate(max_length=None)
+    with pytest.raises(vmmkv.VmmkvError, match="request req_0 ended with an error: "):  # a tensor has no place for that
+        generate([5] * 60, max_new_tokens=30, do_sample=False)
 
 
 @pytest.mark.parametrize("pad", [0, None])
@@ -211,67 +192,33 @@ def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
     assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]
 
 
-def test_paged_generation_says_that_a_request_failed(model: PreTrainedModel) -> None:
-    """A tensor has no place for that: the answer would be a short one, or padded."""
-    rows.enable(model, pool=pool(4), max_seq_len=100)
-    with pytest.raises(vmmkv.VmmkvError, match="request req_0 ended with an error: "):
-        model.generate(torch.full((1, 60), 5), cache_implementation="paged", max_new_tokens=30, do_sample=False)
-
-
 def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
-    """Also where it is given by place; and only of continuous batching. What others have put in the place of `generate`
-    stays there."""
-    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
+    """Also by place; only of continuous batching, and as long as a model is on rows. A `generate` of others stays."""
+    ids, plain = torch.tensor([[5, 6, 7]]), config()["generation_config"]
+    paged = {"cache_implementation": "paged", "generation_config": plain}
     (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: -scores)
-    expected = model.generate(ids, options["generation_config"], processors)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, logits_processor=processors, **options).equal(expected)
+    expected = model.generate(ids, plain, processors)
+    for _ in range(2):
+        rows.enable(model, pool=pool(100), max_seq_len=100)
+    kept, wrapped = pickle.loads(pickle.dumps(model)), model.generate
+    assert model.generate(ids, logits_processor=processors, generation_config=plain).equal(expected)
+    for told in ({"logits_processor": processors}, {"custom_generate": print}):
+        with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {next(iter(told))}"):
+            model.generate(ids, **told, **paged)
     with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        model.generate(ids, logits_processor=processors, cache_implementation="paged", **options)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        model.generate(ids, options["generation_config"], processors, cache_implementation="paged")
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for custom_generate"):
-        model.generate(ids, custom_generate=print, cache_implementation="paged", **options)
-    plain = transformers.LogitsProcessorList()
-    assert model.generate(ids, logits_processor=plain, cache_implementation="paged", **options).shape == (1, 1, 3 + NEW)
+        model.generate(ids, plain, processors, cache_implementation="paged")
+    assert model.generate(ids, logits_processor=transformers.LogitsProcessorList(), **paged).shape == (1, 1, 3 + NEW)
     rows.disable(model)
     assert "generate" not in vars(model)
-    model.generate = others = Mock()
-    try:
-        rows.enable(model, pool=pool(100), max_seq_len=100)
-        assert model.generate is others
-        rows.disable(model)
-        assert model.generate is others
-    finally:
-        del model.generate
-
-
-def test_generate_refuses_only_as_long_as_a_model_is_on_rows(model: PreTrainedModel) -> None:
-    """Who has wrapped it calls it later, too; and one that comes back from a file refuses when it is enabled again."""
-    ids = torch.tensor([[5, 6, 7]])
-    options = {"cache_implementation": "paged", "generation_config": config()["generation_config"]}
-    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: scores)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    kept = pickle.loads(pickle.dumps(model))
-    wrapped = model.generate
-    rows.disable(model)
     with patch.object(type(model), "generate", return_value="theirs"):
-        assert wrapped(ids, logits_processor=processors, **options) == "theirs"
+        assert wrapped(ids, logits_processor=processors, **paged) == "theirs"
     rows.enable(kept, pool=pool(100), max_seq_len=100)
     with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        kept.generate(ids, logits_processor=processors, **options)
+        kept.generate(ids, logits_processor=processors, **paged)
+    kept.generate = others = Mock()
+    rows.enable(kept, pool=pool(100), max_seq_len=100)
     rows.disable(kept)
-    assert "generate" not in vars(kept)
-
-
-@pytest.mark.parametrize("container", [torch.tensor, np.array, tuple, set])
-def test_generate_is_told_what_ends_a_request_in_any_container(model: PreTrainedModel, container: Any) -> None:
-    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
-    first = int(model.generate(ids, **options)[0, 3])
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    answer = model.generate(ids, eos_token_id=container([first, 1 << 20]), cache_implementation="paged", **options)
-    assert answer.flatten().tolist() == [5, 6, 7, first]
+    assert kept.generate is others
 
 
 @pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")
@@ -307,16 +254,14 @@ def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrai
     for _ in range(2):
         (result,) = model.generate_batch([expected.prompt], **options, **kept).values()
         assert result.generated_tokens == expected.tokens
-    manager = model.init_continuous_batching()
-    assert manager is model.init_continuous_batching(**options)
-    other = config(return_logprobs=True)
-    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
-        model.generate_batch([expected.prompt], **other, **kept)
-    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
-        model.init_continuous_batching(**other)
-    other["generation_config"].do_sample = True
-    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
-        model.init_continuous_batching(other["generation_config"])
+    assert model.init_continuous_batching() is model.init_continuous_batching(**options)
+    logged, sampled = config(return_logprobs=True), config()
+    sampled["generation_config"].do_sample = True
+    for other, what in ((logged, "return_logprobs=True"), (sampled, "do_sample=True")):
+        with pytest.raises(vmmkv.ArgumentError, match=f"{what} of a persistent"):
+            model.init_continuous_batching(**other)
+        with pytest.raises(vmmkv.ArgumentError, match=f"{what} of a persistent"):
+            model.generate_batch([expected.prompt], **other, **kept)
     options["generation_config"].update(do_sample=True)  # its caller's own, too
     with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
         model.generate_batch([expected.prompt], **options, **kept)
@@ -374,7 +319,7 @@ def test_requests_that_would_end_all_are_refused_when_they_are_asked_for(model: 
     wrong: list[tuple[Any, int | None, type[Exception], str]] = [
         *((prompt, None, vmmkv.ArgumentError, r"got (no |)(input_ids|token)") for prompt in (
             [], [3, VOCABULARY], [-1, 3], [3.0], [[3, 4]], torch.tensor([[3, 4]]), "34", 3)),
-        ([5] * 25, None, vmmkv.SequenceTooLongError, "25 tokens and 12 new ones"),
+        ([5] * 19, None, vmmkv.SequenceTooLongError, "19 tokens and 12 new ones"),
         ([5] * 9, 0, vmmkv.ArgumentError, "max_new_tokens=0; it must be 1 or more"),
     ]  # fmt: skip
     rows.enable(model, pool=pool(100), max_seq_len=30)
@@ -387,6 +332,8 @@ def test_requests_that_would_end_all_are_refused_when_they_are_asked_for(model: 
         for prompt, new, error, what in wrong:
             with pytest.raises(error, match=what):
                 served.manager.add_request(prompt, max_new_tokens=new)
+            with pytest.raises(error, match=what):  # all or none
+                served.manager.add_requests([expected[0].prompt, prompt], max_new_tokens=new)
         for name, result in served.results(2).items():
             assert result.generated_tokens == served.asked[name].tokens
         served.manager.add_request(torch.tensor(expected[0].prompt), names[0])
@@ -448,23 +395,6 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
     by_hand.end()
 
 
-def test_who_is_cancelled_after_it_has_forked_leaves_the_others(model: PreTrainedModel) -> None:
-    (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(200), max_seq_len=300)
-    by_hand = ByHand(model, num_return_sequences=3)
-    by_hand.manager.add_request(expected.prompt, "name")
-    while len(by_hand.processor.scheduler.active_requests) < 3:
-        by_hand.step()
-    by_hand.manager.cancel_request("name")
-    by_hand.manager.cancel_request("name__child#1")
-    while by_hand.step():
-        pass
-    result = by_hand.manager.get_result(timeout=0)
-    assert (result.request_id, result.generated_tokens) == ("name__child#0", expected.tokens)
-    assert by_hand.manager.get_result(timeout=0) is None
-    by_hand.end()
-
-
 def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
@@ -513,8 +443,8 @@ def test_models_that_cannot_run_on_rows_are_refused(model: PreTrainedModel) -> N
             rows.enable(other)
 
 
-def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None:
-    """As Nemotron's, since transformers 5.24."""
+def test_attention_on_rows_is_for_batches_of_requests_alone(model: PreTrainedModel) -> None:
+    """Some layers tell attention nothing of their batch, as Nemotron's since transformers 5.24."""
     states = torch.randn(1, 2, 1, 8)
     for told in ({}, {CACHE: groups.Probe()}, {"block_table": None}):
         with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
@@ -537,12 +467,9 @@ def test_layers_that_attend_more_than_once_are_refused(model: PreTrainedModel) -
 def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
     """As OPT since transformers 5.24. What is wrong with a model itself stays its own error."""
     rows.enable(model, pool=pool(10))
+    asks = "for more than K and V (get_seq_length)"
     for ask, error, what in (
-        (
-            lambda told: told["cache"].get_seq_length(),
-            vmmkv.UnsupportedError,
-            r"for more than K and V \(get_seq_length\)",
-        ),
+        (lambda told: told["cache"].get_seq_length(), vmmkv.UnsupportedError, re.escape(asks)),
         (lambda _: model.nonsense, AttributeError, "nonsense"),
     ):
         hook = model.model.layers[0].register_forward_pre_hook(lambda *given, ask=ask: ask(given[2]), with_kwargs=True)
@@ -572,13 +499,11 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
     """Some have a table of them, and some turn all that are in one batch by the longest request."""
     tiny = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "pad_token_id": 0}
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    phi3 = transformers.Phi3ForCausalLM(
-        transformers.Phi3Config(**tiny, original_max_position_embeddings=64, rope_parameters=longrope)
-    )
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**tiny, max_position_embeddings=100, rope_parameters=dynamic)
-    )
+    sizes = {"original_max_position_embeddings": 64, "rope_parameters": longrope}
+    phi3 = transformers.Phi3ForCausalLM(transformers.Phi3Config(**tiny, **sizes))
+    sizes = {"max_position_embeddings": 100, "rope_parameters": dynamic}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny, **sizes))
     gpt2 = tiny_model("gpt2", "eager", "cpu")
     for each, limit, what in ((phi3, 64, "longrope"), (llama, 100, "dynamic"), (gpt2, 1024, "no rotary")):
         rows.enable(each, max_seq_len=limit)
@@ -606,33 +531,11 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
         rows.enable(model)
     monkeypatch.undo()
-    monkeypatch.setattr(batching.model, "their_api", _moved())
+    moved = SimpleNamespace(ContinuousMixin=type("Mixin", (), {"init_continuous_batching": lambda self: None}))
+    monkeypatch.setattr(batching.model, "their_api", moved)
     with pytest.raises(vmmkv.UnsupportedError, match="does not use ContinuousBatchingManager any more"):
         rows.enable(model)
     assert "init_continuous_batching" not in vars(model)
-
-
-def _moved() -> Any:
-    """Their module, as if it had been rewritten."""
-
-    class ContinuousMixin:
-        def init_continuous_batching(self) -> None: ...
-
-    class Moved:
-        pass
-
-    Moved.ContinuousMixin = ContinuousMixin  # type: ignore[attr-defined]
-    return Moved
-
-
-def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(10))
-    model.set_attn_implementation(rows.NAME)
-    try:
-        with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
-            model(torch.tensor([[3, 4]]))
-    finally:
-        model.set_attn_implementation("eager")
 
 
 @pytest.mark.parametrize("of_another", [False, True], ids=["its own", "of another one of its config"])

@@ -25,7 +25,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
-from vmmkv.integrations.batching.batches import SEQUENCES
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
@@ -38,27 +37,32 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 # ---------------------------------------------------------------------- other weights
 
 
+def clear(prompts: int, *models: PreTrainedModel) -> list[list[Answer]]:
+    """Answers of each model to prompts that no two of them answer alike."""
+    random, found = Random(), list[list[Answer]]()
+    while len(found) < prompts:
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
+        made = [answer(each, prompt) for each in models]
+        if all(made) and len({tuple(each.tokens) for each in made}) == len(models):
+            found.append(made)
+    return [*map(list, zip(*found))]
+
+
 @pytest.mark.parametrize(
     "how", ["paused", "started again", "written to", "put in the place of others and written to", "another adapter"]
 )
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
     before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
-    random, model = Random(), copy.deepcopy(before)
-    pairs: list[tuple[Answer | None, Answer | None]] = [(None, None)]
-    while not all(pairs[-1]):
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
-        pairs.append((answer(before, prompt), answer(after, prompt)))
-    old, new = pairs[-1]
-    assert old is not None
-    assert new is not None
+    (old,), (new,) = clear(1, before, after)
+    model = copy.deepcopy(before)
     if how == "another adapter":
         model.tuned = Adapted()
     rows.enable(model, pool=pool(300), max_seq_len=200)
     with Served(model) as served:
         served.check([old])
         if how == "paused":
-            served.manager.add_request(prompt, "on its way", max_new_tokens=100, streaming=True)
+            served.manager.add_request(old.prompt, "on its way", max_new_tokens=100, streaming=True)
             assert served.manager.get_result(timeout=PATIENCE).request_id == "on its way"
             with served.manager.pause():
                 model.load_state_dict(after.state_dict())
@@ -68,20 +72,23 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
             served.manager.stop(keep_for_next_session=True)
             model.load_state_dict(after.state_dict())
             served.manager.start()
+        elif how == "another adapter":
+            switch_adapter(model, after, "other")
         else:
             if how == "put in the place of others and written to":
                 with served.manager.pause():
                     there = {name: each.data for name, each in model.state_dict().items()}
                     model.load_state_dict(there, assign=True)  # as new tensors
                 served.check([old])
-            if how == "another adapter":
-                switch_adapter(model, after, "other")
-            else:
-                model.load_state_dict(after.state_dict())
+            model.load_state_dict(after.state_dict())
         served.check([new])
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
-        assert served.cache.stats().cached_tokens > 0
+        assert (known := served.cache.stats().cached_tokens) > 0
+        buffer = next(model.buffers())  # which some quantized layers have instead of parameters
+        buffer.copy_(buffer.clone())
+        served.check([new])
+        assert served.cache.stats().cached_tokens == known
 
 
 @pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name", "taken out"])
@@ -90,10 +97,7 @@ def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> 
     one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
     for each in (one,) if how == "taken out" else (one, other):
         put_adapter(each)
-    random, old, new = Random(), None, None
-    while not (old and new and old.tokens != new.tokens):
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
-        old, new = answer(one, prompt), answer(other, prompt)
+    (old,), (new,) = clear(1, one, other)
     rows.enable(bare, pool=pool(300), max_seq_len=200)
     with Served(bare) as served:
         served.manager.add_request([7])
@@ -126,40 +130,6 @@ def put_adapter(model: PreTrainedModel) -> torch.Tensor:
     tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
     put_in(model, tuned)
     return tuned.weight
-
-
-def test_no_step_walks_the_modules_of_a_model(model: PreTrainedModel) -> None:
-    """Not even with adapters: only a request that begins does, and a step after something was put into the model."""
-    own = copy.deepcopy(model)
-    put_adapter(own)
-    rows.enable(own, pool=pool(300), max_seq_len=200)
-    by_hand = ByHand(own)
-    by_hand.manager.add_request([7] * 40, max_new_tokens=30)
-    by_hand.step()
-    with patch.object(Weights, "_look", autospec=True, side_effect=Weights._look) as look:
-        for _ in range(9):
-            assert by_hand.step()
-        assert look.call_count == 0
-        own.another = torch.nn.Linear(1, 1)
-        for _ in range(9):
-            assert by_hand.step()
-        assert look.call_count == 2
-    by_hand.end()
-
-
-def test_nothing_begins_with_what_other_buffers_have_made(model: PreTrainedModel) -> None:
-    """Which some quantized layers have instead of parameters."""
-    (expected,) = answers(model, Random(), 1, begin=[7] * 40)
-    rows.enable(model, pool=pool(300), max_seq_len=200)
-    buffer = next(model.buffers())
-    with Served(model) as served:
-        for cached in (False, True):
-            served.check([expected])
-            assert (served.cache.stats().cached_tokens > 0) == cached
-        buffer.copy_(buffer.clone())
-        known = served.cache.stats().cached_tokens
-        served.check([expected])
-        assert served.cache.stats().cached_tokens == known
 
 
 def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> None:
@@ -276,30 +246,6 @@ def test_a_manager_that_is_started_again_looks_how_far_layers_attend(
     rows.disable(own)
 
 
-@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
-def test_a_manager_that_is_started_again_drops_nothing_out(model: PreTrainedModel) -> None:
-    """Though its model has been trained meanwhile."""
-    own = copy.deepcopy(model)
-    for layer in own.modules():
-        if isinstance(layer, torch.nn.Dropout):
-            layer.p = 0.5
-    expected = answers(own, Random(), 3)
-    rows.enable(own, pool=pool(100), max_seq_len=100)
-    for _ in range(2):
-        check_batch(own, expected, persistent_manager=True)
-        own.train()
-    rows.disable(own)
-
-
-def test_a_manager_that_is_kept_serves_callers_in_inference_mode_and_others(model: PreTrainedModel) -> None:
-    """transformers runs its thread as its caller runs, from 5.24 on."""
-    expected = answers(model, Random(), 3)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    for mode in (True, False, True):
-        with torch.inference_mode(mode):
-            check_batch(model, expected, persistent_manager=True, warmup=False)
-
-
 def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTrainedModel) -> None:
     own = copy.deepcopy(model)
     rows.enable(own, pool=pool(100), max_seq_len=100)
@@ -313,6 +259,9 @@ def test_a_pause_in_which_somebody_stops_the_manager_ends_as_always(model: PreTr
 
 
 # ---------------------------------------------------------------------- graphs
+
+
+KIND = {"cpu": "olmo2", "cuda": "llama-gqa-wide"}
 
 
 class Replayed:
@@ -368,7 +317,7 @@ def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str,
     """All are captured before the first request, and twice where batches are made ahead. Batches are padded to the
     next."""
     device, sizes = captures
-    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    model = tiny_model(KIND[device], "eager", device)
     rounds = [answers(model, Random(), 7, most=most) for most in (9, 60)]
     with (
         on_rows(model, max_seq_len=300),
@@ -394,7 +343,7 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     device, sizes = captures
     if ahead and device == "cpu":
         pytest.skip("batches are made ahead on a GPU alone")
-    model, told = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device), {}
+    model, told = tiny_model(KIND[device], "eager", device), {}
     chance = Random()
     expected = [answers(model, chance, chance.randint(2, 30), most=most) for most in (9, 60, 200)]
     expected.append(answers(model, chance, 2, begin=[7] * 1100))  # transformers tells lengths apart from 1024 on
@@ -422,9 +371,8 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
     """Whatever is as it was, like prompts: what is known of them is not taken either. Graphs that read weights where
     they were are made anew."""
     device, sizes = captures
-    kind = "olmo2" if device == "cpu" else "llama-gqa-wide"
     before, after = (
-        copy.deepcopy(tiny_model(kind, "eager", device, seed)) for seed in (0, how == "weights that moved")
+        copy.deepcopy(tiny_model(KIND[device], "eager", device, seed)) for seed in (0, how == "weights that moved")
     )
     tuned = Tuned(after)
     if how == "another adapter":
@@ -438,12 +386,7 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
         put_in(after, tuned.using(scale=2.0))
     elif how == "an adapter put in":
         put_in(after, tuned)
-    random, pairs = Random(), []
-    while len(pairs) < 5 or all(old.tokens == new.tokens for old, new in pairs):
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(random.randint(1, 60))]
-        old, new = answer(before, prompt), answer(after, prompt)
-        if old and new:
-            pairs.append((old, new))
+    pairs = [*zip(*clear(5, before, after))]
     with (
         on_rows(before, max_seq_len=300),
         Served(before, warm=True, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=8) as served,
@@ -527,7 +470,7 @@ def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
     device, sizes = captures
     monkeypatch.setattr("vmmkv.integrations.batching.batches.GRAPH_SEQUENCES", 4)
     monkeypatch.setattr("vmmkv.integrations.batching.batches.MOST_TOKENS", 200)
-    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    model = tiny_model(KIND[device], "eager", device)
     several = [answers(model, Random(), count, most=20) for count in (2, 4, 5, 20)]
     several.append(answers(model, Random(), 3, begin=[7] * 80))
     capture = model_runner.ModelRunner._capture_graph
@@ -545,19 +488,6 @@ def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
     assert {*sizes} == {192, 64}
 
 
-def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captures: tuple[str, list[int]]) -> None:
-    """Who did not wait for them before, waits for none but these later."""
-    device, sizes = captures
-    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
-    expected = answers(model, Random(), 40, most=9)
-    with (
-        on_rows(model, max_seq_len=300),
-        Served(model, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=60) as served,
-    ):
-        served.check(expected)
-        assert {*sizes} <= {2, 4, 8, 16, 32, 60}
-
-
 def test_batches_of_decode_are_padded_by_little() -> None:
     for most in (1, 2, 15, 16, 17, 250, *Random().sample(range(1, 2000), 5)):
         sizes = decode_sizes(most)
@@ -565,22 +495,6 @@ def test_batches_of_decode_are_padded_by_little() -> None:
         assert {*sizes} >= {min(2 << power, most) for power in range(11)}
         for requests in range(2, most + 1):
             assert min(size for size in sizes if size >= requests) < requests + max(requests / 8, min(requests, 16))
-
-
-def test_logits_are_those_of_requests_though_a_batch_is_padded(captures: tuple[str, list[int]]) -> None:
-    """transformers computes them of as many tokens as there are, if these are fewer than requests might be."""
-    device, _ = captures
-    model, computed = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device), []
-    expected = answers(model, Random(), 5, begin=[7] * 40)
-    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
-    watch = model.lm_head.register_forward_hook(lambda _, __, logits: computed.append(logits.shape[1]))
-    try:
-        with Served(model, use_cuda_graph=(False, True), max_batch_tokens=512, max_requests_per_batch=256) as served:
-            served.check(expected)
-        assert max(computed) <= SEQUENCES
-    finally:
-        watch.remove()
-        rows.disable(model)
 
 
 # ---------------------------------------------------------------------- compiled forward passes
