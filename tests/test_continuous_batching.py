@@ -113,8 +113,8 @@ class Served:
     def cache(self) -> vmmkv.KVCache:
         return self.manager.batch_processor.cache.kv_caches[0]
 
-    def ask(self, answers: list[Answer]) -> list[str]:
-        names = self.manager.add_requests([answer.prompt for answer in answers])
+    def ask(self, answers: list[Answer], **options: Any) -> list[str]:
+        names = self.manager.add_requests([answer.prompt for answer in answers], **options)
         self.asked |= dict(zip(names, answers))
         return names
 
@@ -128,13 +128,15 @@ class Served:
                 done[result.request_id] = result
         return done
 
-    def check(self, answers: list[Answer]) -> None:
-        """Asks, waits, and compares what comes with what `generate` made."""
-        names = self.ask(answers)
+    def check_results(self, names: list[str]) -> None:
+        """Waits for requests, and compares what comes with what `generate` made."""
         results = self.results(len(names))
         assert results.keys() == set(names)
         for name in names:
             assert results[name].generated_tokens == self.asked[name].tokens
+
+    def check(self, answers: list[Answer]) -> None:
+        self.check_results(self.ask(answers))
 
 
 class ByHand:

@@ -8,16 +8,15 @@ import threading
 from collections.abc import Callable
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
 from conftest import PATIENCE, join
 from parity.batching import Answer, answer, config
-from test_continuous_batching import ONE, PAGE_SIZE, Adapters, ByHand, Served, answers, check_batch, on_rows, pool
+from test_continuous_batching import ONE, PAGE_SIZE, Adapters, Served, answers, check_batch, on_rows, pool
 from test_continuous_batching import model as model
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY, WINDOW, tiny_model
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,7 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
-from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
@@ -48,201 +46,148 @@ def clear(prompts: int, *models: PreTrainedModel) -> list[list[Answer]]:
     return [*map(list, zip(*found))]
 
 
-@pytest.mark.parametrize(
-    "how", ["paused", "started again", "written to", "put in the place of others and written to", "another adapter"]
-)
+class Tuned(torch.nn.Module):
+    """Two adapters of a model's embeddings, as PEFT has them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        embedding = model.get_input_embeddings().weight
+        self.weights = torch.nn.ParameterDict(
+            {name: torch.randn(embedding.shape[1]).to(embedding) for name in ("one", "other")}
+        )
+        self.active_adapters, self.merged_adapters, self.disable_adapters = ["one"], [], False
+        self.scaling = {"one": 1.0, "other": 1.0}
+
+    def using(self, name: str = "one", scale: float = 1.0, merged: tuple[str, ...] = ()) -> Tuned:
+        """The same, of which another is used, or more, or what is merged."""
+        other = copy.copy(self)
+        other.active_adapters, other.scaling = [name], {**self.scaling, name: scale}
+        other.merged_adapters = [*merged]
+        return other
+
+    def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
+        (name,) = self.merged_adapters or self.active_adapters
+        return states + self.scaling[name] * states * self.weights[name]
+
+
+def put_in(model: PreTrainedModel, tuned: Tuned) -> None:
+    """Gives a model adapters, in the place of those that it has."""
+    model.peft_config, model.tuned = {}, tuned
+    layer = model.get_input_embeddings()
+    layer._forward_hooks.clear()
+    layer.register_forward_hook(tuned.forward)
+
+
+def swap(model: PreTrainedModel) -> None:
+    """Has other weights in a tensor that has been written to as often."""
+    new = torch.nn.Parameter(torch.randn_like(weight := model.tuned.weights["one"]))
+    for _ in range(weight._version - new._version):
+        new += 0
+    torch.utils.swap_tensors(weight, new)
+
+
+def assign_and_write(model: PreTrainedModel) -> None:
+    model.load_state_dict({name: each.data for name, each in model.state_dict().items()}, assign=True)
+    model.lm_head.weight *= 2
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "weights written to": lambda model: model.lm_head.weight.mul_(2),
+    "buffers, which some quantized layers have instead": lambda model: next(model.buffers()).mul_(2),
+    "new tensors written to": assign_and_write,
+    "an adapter written to": lambda model: model.tuned.weights["other"].mul_(2),
+    "an adapter swapped": swap,
+    "an adapter put in": lambda model: put_in(model, Tuned(model)),
+    "an adapter taken out": lambda model: delattr(model, "tuned"),
+    "another adapter": lambda model: setattr(model.tuned, "active_adapters", ["other"]),
+    "another one merged": lambda model: setattr(model.tuned, "merged_adapters", ["other"]),
+    "more of an adapter": lambda model: model.tuned.scaling.update(one=2.0),
+    "none": lambda model: setattr(model.tuned, "disable_adapters", True),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_other_weights_or_adapters_have_another_key(model: PreTrainedModel, change: str) -> None:
+    """Which what begins with known tokens must have, and tells no one else."""
+    own = copy.deepcopy(model)
+    put_in(own, Tuned(own))
+    weights = Weights(own)
+    before = weights.key()
+    assert weights.key() == before
+    CHANGES[change](own)
+    assert weights.key() != before
+
+
+@pytest.mark.parametrize("how", ["paused", "started again", "written to", "another adapter", "an adapter put in"])
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
-    before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
+    before, after = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu", seed)) for seed in (0, 1))
+    if "adapter" in how:
+        before, tuned = copy.deepcopy(after), Tuned(after)
+        put_in(after, tuned)
+        if how == "another adapter":
+            put_in(before, tuned.using("other"))
     (old,), (new,) = clear(1, before, after)
-    model = copy.deepcopy(before)
-    if how == "another adapter":
-        model.tuned = Adapted()
-    rows.enable(model, pool=pool(300), max_seq_len=200)
-    with Served(model) as served:
+    rows.enable(before, pool=pool(300), max_seq_len=200)
+    with Served(before) as served:
         served.check([old])
         if how == "paused":
             served.manager.add_request(old.prompt, "on its way", max_new_tokens=100, streaming=True)
             assert served.manager.get_result(timeout=PATIENCE).request_id == "on its way"
             with served.manager.pause():
-                model.load_state_dict(after.state_dict())
+                before.load_state_dict(after.state_dict())
             while not served.manager.get_result(timeout=PATIENCE).is_finished():
                 pass
         elif how == "started again":
             served.manager.stop(keep_for_next_session=True)
-            model.load_state_dict(after.state_dict())
+            before.load_state_dict(after.state_dict())
             served.manager.start()
-        elif how == "another adapter":
-            switch_adapter(model, after, "other")
+        elif "adapter" in how:
+            put_in(before, tuned)
         else:
-            if how == "put in the place of others and written to":
-                with served.manager.pause():
-                    there = {name: each.data for name, each in model.state_dict().items()}
-                    model.load_state_dict(there, assign=True)  # as new tensors
-                served.check([old])
-            model.load_state_dict(after.state_dict())
+            before.load_state_dict(after.state_dict())
         served.check([new])
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
-        assert (known := served.cache.stats().cached_tokens) > 0
-        buffer = next(model.buffers())  # which some quantized layers have instead of parameters
-        buffer.copy_(buffer.clone())
-        served.check([new])
-        assert served.cache.stats().cached_tokens == known
-
-
-@pytest.mark.parametrize("how", ["written to", "swapped", "in the place of another of its name", "taken out"])
-def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> None:
-    """It was put into the model while a manager runs it."""
-    one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
-    for each in (one,) if how == "taken out" else (one, other):
-        put_adapter(each)
-    (old,), (new,) = clear(1, one, other)
-    rows.enable(bare, pool=pool(300), max_seq_len=200)
-    with Served(bare) as served:
-        served.manager.add_request([7])
-        served.results(1)
-        with torch.no_grad():
-            put_adapter(bare).copy_(one.tuned.weight)
-            served.check([old])
-            if how == "taken out":
-                bare.get_input_embeddings()._forward_hooks.clear()
-                del bare.tuned
-            elif how == "written to":
-                bare.tuned.weight.copy_(other.tuned.weight)
-            elif how == "swapped":  # it is written to as often
-                new_weight = torch.nn.Parameter(other.tuned.weight.clone())
-                for _ in range(bare.tuned.weight._version):
-                    new_weight += 0
-                torch.utils.swap_tensors(bare.tuned.weight, new_weight)
-            else:
-                put_adapter(bare).copy_(other.tuned.weight)
-        served.check([new])
-        assert served.cache.stats().cached_tokens == 0
-        served.check([new])
         assert served.cache.stats().cached_tokens > 0
-    rows.disable(bare)
 
 
-def put_adapter(model: PreTrainedModel) -> torch.Tensor:
-    """Gives a model an adapter of its embeddings, as PEFT does, in the place of what it has; returns its weights."""
-    tuned = Adapted()
-    tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
-    put_in(model, tuned)
-    return tuned.weight
-
-
-def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> None:
-    """As PEFT does it: what is computed changes, and nothing is written to."""
-    for each, given in zip(model.parameters(), to.parameters(), strict=True):
-        each.data.copy_(given)
-    model.tuned.active_adapters = [name]
-
-
-@pytest.mark.parametrize("when", ["before it moves", "while it is there"])
-def test_nothing_begins_with_what_two_adapters_have_made_of_one_that_was_on_the_host(when: str) -> None:
-    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
-    model, random, expected = copy.deepcopy(one), Random(), None
-    model.peft_config, model.tuned = {}, Adapted()
-    rows.enable(model, pool=pool(600), max_seq_len=600)
-    by_hand = ByHand(model, cpu_offload_space=0.001)
-    processor = by_hand.processor
-    while expected is None:  # two tokens were as likely
-        prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
-        moved, stays = (by_hand.manager.add_request(prompt, max_new_tokens=new) for new in (100, 30))
-        for _ in range(5):
-            by_hand.step()
-        if when == "before it moves":
-            switch_adapter(model, other, "other")
-            for _ in range(9):
-                by_hand.step()
-        processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
-        with patch.object(RowCache, "count_storable_requests", return_value=0):
-            assert processor.offloading_manager.offload_requests()
-        assert processor.cache.requests.is_away(moved)
-        switch_adapter(model, other, "other")
-        while by_hand.step():
-            pass
-        done = [by_hand.manager.get_result() for _ in range(2)]
-        results = {each.request_id: each.generated_tokens for each in done}
-        assert results.keys() == {moved, stays}
-        switch_adapter(model, one, "one")
-        expected = answer(one, [*prompt, *results[moved], 5])
-    by_hand.manager.add_request(expected.prompt)
-    while by_hand.step():
-        pass
-    assert by_hand.manager.get_result().generated_tokens == expected.tokens
-    by_hand.end()
-    rows.disable(model)
-
-
-def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
+def test_what_two_adapters_have_made_is_nobodys_beginning_nor_what_forks_from_it() -> None:
+    """Not even where it was on the host while the adapter changed."""
     ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
-    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
-        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=False)
-        requests.begin("before", 40, ids)
-        assert requests.admit("before", 0, 40, expected=40)
+    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40), host_bytes="1MiB") as cache:
+        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=True)
+        for name in ("before", "moved"):
+            requests.begin(name, 40, ids)
+            assert requests.admit(name, 0, 40, expected=40)
+        assert requests.put_away("moved")
         adapters.use("other")
         assert requests.fork("before", ["child"]) == ["child"]
+        assert requests.admit("moved", 40, 41, expected=41)
         adapters.use("one")
         requests.begin("behind", 40, ids)
         assert requests.admit("behind", 0, 40, expected=40)
-        news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "behind")]
-        assert news == [False, False, True]
+        news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "moved", "behind")]
+        assert news == [False, False, False, True]
         requests.end_all()
 
 
-class Adapted(torch.nn.Module):
-    """A layer with adapters, as PEFT has them."""
-
-    active_adapters, disable_adapters = ["one"], False
-
-    def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
-        return states * self.weight
-
-
-def test_what_is_saved_with_an_adapter_is_not_asked_how_much_of_it_there_is(model: PreTrainedModel) -> None:
-    """Though it answers for the attention inside, which has a `scaling`, too."""
-    own = copy.deepcopy(model)
-    own.peft_config, own.tuned = {}, Saved()
-    weights = Weights(own)
-    before = weights.key()
-    own.tuned.active_adapters = ["other"]
-    assert weights.key() != before
-
-
-class Saved(Adapted):
-    """As PEFT has it."""
-
-    def __getattr__(self, name: str) -> Any:
-        return 0.125 if name == "scaling" else super().__getattr__(name)
-
-
-def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("model", ["mistral"], indirect=True)
+def test_a_manager_that_is_started_again_looks_where_weights_are_and_how_far_layers_attend(
+    model: PreTrainedModel,
+) -> None:
     """Its graphs, and its rows, are for those that were there."""
     own = copy.deepcopy(model)
-    (expected,) = answers(own, Random(), 1)
-    rows.enable(own, pool=pool(100), max_seq_len=100)
+    rows.enable(own, pool=pool(200), max_seq_len=200)
+    for window in (WINDOW, None, 5, 50):
+        own.config.sliding_window = window
+        check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
+    own.bfloat16()
     with Served(own) as served:
-        served.check([expected])
-        served.manager.stop(keep_for_next_session=True)
-        own.bfloat16()
-        served.manager.start()
-        served.manager.add_request(expected.prompt)
+        served.manager.add_request([7])
         assert served.manager.get_result(timeout=PATIENCE).error is None
         assert served.cache.layout.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("window", [None, 5, 50])
-@pytest.mark.parametrize("model", ["mistral"], indirect=True)
-def test_a_manager_that_is_started_again_looks_how_far_layers_attend(
-    model: PreTrainedModel, window: int | None
-) -> None:
-    own = copy.deepcopy(model)
-    rows.enable(own, pool=pool(200), max_seq_len=200)
-    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
-    own.config.sliding_window = window
-    check_batch(own, answers(own, Random(), 3, most=90), persistent_manager=True)
     rows.disable(own)
 
 
@@ -364,85 +309,38 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
 
 
-@pytest.mark.parametrize(
-    "how", ["another adapter", "another one merged", "more of an adapter", "an adapter put in", "weights that moved"]
-)
+@pytest.mark.parametrize("how", ["another adapter", "an adapter put in", "weights that moved"])
 def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[str, list[int]], how: str) -> None:
-    """Whatever is as it was, like prompts: what is known of them is not taken either. Graphs that read weights where
-    they were are made anew."""
+    """Nor what is known of prompts. Graphs of weights that have moved are made anew; of adapters there are none."""
     device, sizes = captures
-    before, after = (
-        copy.deepcopy(tiny_model(KIND[device], "eager", device, seed)) for seed in (0, how == "weights that moved")
-    )
-    tuned = Tuned(after)
-    if how == "another adapter":
-        put_in(before, tuned)
+    moves = how == "weights that moved"
+    before, after = (copy.deepcopy(tiny_model(KIND[device], "eager", device, seed)) for seed in (0, moves))
+    if not moves:
+        tuned = Tuned(after)
         put_in(after, tuned.using("other"))
-    elif how == "another one merged":
-        put_in(before, tuned)
-        put_in(after, tuned.using(merged=("other",)))
-    elif how == "more of an adapter":
-        put_in(before, tuned)
-        put_in(after, tuned.using(scale=2.0))
-    elif how == "an adapter put in":
-        put_in(after, tuned)
-    pairs = [*zip(*clear(5, before, after))]
-    with (
-        on_rows(before, max_seq_len=300),
-        Served(before, warm=True, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=8) as served,
-    ):
-        served.check([old for old, _ in pairs])
+        if how == "another adapter":
+            put_in(before, tuned)
+    old, new = clear(5, before, after)
+    options: dict[str, Any] = {"use_cuda_graph": (True, True), "max_batch_tokens": 64, "max_requests_per_batch": 8}
+    with on_rows(before, max_seq_len=300), Served(before, warm=True, **options) as served:
+        served.check(old)
         captured = len(sizes)
-        if how == "weights that moved":
+        if moves:
             were = [each.data for each in before.parameters()]
             with served.manager.pause():
                 for each, given in zip(before.parameters(), after.parameters(), strict=True):
                     each.data = given.data
         else:
             put_in(before, after.tuned)
-        served.check([new for _, new in pairs])
-        assert (len(sizes) > captured) == (how == "weights that moved")
-        if how == "weights that moved":  # and back
+        served.check(new)
+        assert (len(sizes) > captured) == moves
+        if moves:  # and back
             served.manager.stop(keep_for_next_session=True)
             for each, given in zip(before.parameters(), were, strict=True):
                 each.data = given
             served.manager.start()
-            served.check([old for old, _ in pairs])
-        assert (captured == 0) == (how in ("another adapter", "another one merged", "more of an adapter"))
-
-
-class Tuned(torch.nn.Module):
-    """Two adapters of a model's embeddings, as PEFT has them."""
-
-    disable_adapters = False
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        embedding = model.get_input_embeddings().weight
-        self.weights = torch.nn.ParameterDict(
-            {name: torch.randn(embedding.shape[1]).to(embedding) for name in ("one", "other")}
-        )
-        self.active_adapters, self.scaling = ["one"], {"one": 1.0, "other": 1.0}
-        self.merged_adapters: list[str] = []
-
-    def using(self, name: str = "one", scale: float = 1.0, merged: tuple[str, ...] = ()) -> Tuned:
-        """The same, of which another is used, or more, or what is merged."""
-        other = copy.copy(self)
-        other.active_adapters, other.scaling = [name], {**self.scaling, name: scale}
-        other.merged_adapters = [*merged]
-        return other
-
-    def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
-        (name,) = self.merged_adapters or self.active_adapters
-        return states + self.scaling[name] * states * self.weights[name]
-
-
-def put_in(model: PreTrainedModel, tuned: Adapted | Tuned) -> None:
-    """Gives a model adapters, in the place of those that it has."""
-    model.peft_config, model.tuned = {}, tuned
-    layer = model.get_input_embeddings()
-    layer._forward_hooks.clear()
-    layer.register_forward_hook(tuned.forward)
+            served.check(old)
+        assert (captured == 0) == (how == "another adapter")
 
 
 def test_a_warm_up_makes_graphs_of_prompts_where_no_request_may_be_as_long_as_a_batch(

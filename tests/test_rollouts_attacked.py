@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
-import torch
 from conftest import PATIENCE, join
 from parity.batching import config
 from test_continuous_batching import Served
-from test_rollouts import answers, check, make_pool, physical, wait_until
-from test_rollouts import model as model
-from tiny_models import VOCABULARY, tiny_model
+from test_continuous_batching import check_batch as check
+from test_continuous_batching import model as model
+from test_rollouts import answers, make_pool, physical, train, wait_until
+from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 import vmmkv
@@ -24,33 +23,10 @@ from vmmkv.integrations.batching.scheduler import CHILD
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-def in_thread(action: Callable[[], Any]) -> None:
-    """Run an action in another thread, to its end."""
-    errors: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            action()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    join(thread)
-    if errors:
-        raise errors[0]
-
-
-def train(model: PreTrainedModel) -> None:
-    ids = torch.randint(2, VOCABULARY, (1, 7))
-    model(ids, labels=ids).loss.backward()
-    model.zero_grad()
-
-
 def test_one_thread_puts_to_sleep_and_another_wakes(model: PreTrainedModel) -> None:
     """The first may stop it then, and the second may not stop it in a pause, which would wait forever."""
     rows.enable(model, pool=make_pool())
-    with Served(model) as served:
+    with Served(model) as served, ThreadPoolExecutor(1) as other:
         rows.sleep(model)
 
         def wake_and_stop() -> None:
@@ -58,31 +34,26 @@ def test_one_thread_puts_to_sleep_and_another_wakes(model: PreTrainedModel) -> N
             with served.manager.pause(), pytest.raises(RuntimeError, match="inside a pause"):
                 served.manager.stop(timeout=0.1)
 
-        in_thread(wake_and_stop)
+        other.submit(wake_and_stop).result(PATIENCE)
         served.manager.stop()
         assert not served.manager.is_running()
 
 
 def test_many_threads_put_to_sleep_and_wake(model: PreTrainedModel) -> None:
-    pool, expected = make_pool(), answers(model, 4, new=60)
-    rows.enable(model, pool=pool)
-    with Served(model, cpu_offload_space=0.01) as served:
-        names, done = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60), {}
+    expected = answers(model, 4, new=60)
+    rows.enable(model, pool=make_pool())
+    with Served(model, cpu_offload_space=0.01) as served, ThreadPoolExecutor(3) as others:
+        names = served.ask(expected, max_new_tokens=60)
 
         def sleep_and_wake() -> None:
             for _ in range(20):
                 rows.sleep(model, offload=True)
                 rows.wake(model)
 
-        threads = [threading.Thread(target=sleep_and_wake, daemon=True) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        while len(done) < len(names):
-            if result := served.manager.get_result(timeout=PATIENCE):
-                done[result.request_id] = result.generated_tokens
-        for thread in threads:
-            join(thread)
-    assert [done[name] for name in names] == [each.tokens for each in expected]
+        slept = [others.submit(sleep_and_wake) for _ in range(3)]
+        served.check_results(names)
+        for each in slept:
+            each.result(PATIENCE)
 
 
 def test_a_pause_in_a_sleep_leaves_the_model_to_who_trains_it(model: PreTrainedModel) -> None:
@@ -106,13 +77,10 @@ def test_a_pause_in_a_sleep_leaves_the_model_to_who_trains_it(model: PreTrainedM
             rows.sleep(model)
             rows.wake(model)
             train(model)
-        served.check(answers_of(served, model))
+        with manager.pause():
+            expected = answers(model, 2)
+        served.check(expected)
     model.destroy_cached_continuous_batching_manager()
-
-
-def answers_of(served: Served, model: PreTrainedModel) -> Any:
-    with served.manager.pause():
-        return answers(model, 2)
 
 
 def test_a_call_that_is_refused_leaves_the_manager_awake(model: PreTrainedModel) -> None:
@@ -189,7 +157,7 @@ def test_memory_that_others_took_meanwhile(model: PreTrainedModel) -> None:
 
     try:
         with Served(two, cpu_offload_space=0.01) as served:
-            names, done = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60), {}
+            names = served.ask(expected, max_new_tokens=60)
             wait_until(lambda: pool.stats().used_bytes)
             with (
                 served.manager.pause(),
@@ -198,28 +166,9 @@ def test_memory_that_others_took_meanwhile(model: PreTrainedModel) -> None:
                 pytest.raises(vmmkv.OutOfHostMemoryError),
             ):
                 rows.sleep(two, offload=True)
-            while len(done) < 3:
-                if result := served.manager.get_result(timeout=PATIENCE):
-                    done[result.request_id] = result.generated_tokens
-        assert [done[name] for name in names] == [each.tokens for each in expected]
+            served.check_results(names)
     finally:
         rows.disable(two)
-
-
-def test_a_call_without_answers_raises(model: PreTrainedModel) -> None:
-    """Where its manager has failed before it took requests."""
-    rows.enable(model, max_bytes=1, raise_errors=True)
-    with pytest.raises(vmmkv.VmmkvError):
-        model.generate_batch([[3] * 4], warmup=False, **config())
-
-
-def test_a_call_with_other_settings_by_place(model: PreTrainedModel) -> None:
-    expected = answers(model, 2)
-    rows.enable(model, pool=make_pool(), persistent=True)
-    check(model, expected)
-    told = config(max_batch_tokens=64)
-    results = model.generate_batch([each.prompt for each in expected], *told.values())
-    assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
 
 
 @pytest.mark.parametrize("children", [0, 2])
