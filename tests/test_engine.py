@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from benchmarks.batching import shape_of
 from benchmarks.engine.attention import Attend, Batch, Write
 from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
 from benchmarks.engine.engine import BACKENDS, Engine
-from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
+from benchmarks.engine.model import Angles, Config, Model, random_model, rotate
 from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import Schedule
@@ -242,15 +241,6 @@ def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
         assert (found == torch.from_numpy(values).float()[:, None, None]).all()
 
 
-def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device may have less than the budget; the last request has nobody to take memory from."""
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    monkeypatch.setattr(engine.kv, "extend", lambda rows, counts: False)
-    with pytest.raises(MemoryError):
-        engine.run(*random_requests(4, 16, 8))
-    check_nothing_is_kept(engine, "vmm")
-
-
 def tiny_model() -> Model:
     return random_model(Config(VOCABULARY, 64, 64, 2, 4, 2, 16), 256, CPU, torch.float32, random_seed())
 
@@ -351,24 +341,6 @@ def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
         assert engine.tokens[max_tokens] == 1, "padding has written where it reads"
     check_nothing_is_kept(engine, name)
     engine.close()
-
-
-def test_one_program_serves_any_number_of_tokens() -> None:
-    """To compile takes longer than many a run."""
-    programs = []
-
-    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        programs.append(module)
-        return module.forward
-
-    def function(x: torch.Tensor, attended: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-        return torch.relu(x @ weights[0]) + attended
-
-    run, weights = compiled(function, backend), [torch.randn(8, 8)]
-    for tokens in random.sample(range(2, 100), 5):
-        x, attended = torch.randn(2, tokens, 8)
-        torch.testing.assert_close(run(x, attended, weights), function(x, attended, weights))
-    assert len(programs) == 1
 
 
 @pytest.mark.gpu

@@ -19,7 +19,6 @@ import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import packed
 from vmmkv.integrations.batching.rotation import Unrotated, deferring, rotates_halves, rotation_of
-from vmmkv.integrations.with_names import with_names
 
 HALVES = ["llama", "gemma3", "olmo2", "phi3", "qwen3_next", "glm4_moe"]
 OTHERS = ["glm", "cohere", "gpt_oss", "nanochat", "ernie4_5", "deepseek_v4", "gptj"]
@@ -62,18 +61,6 @@ def test_nothing_waits_in_a_function_that_is_compiled() -> None:
 
     torch.testing.assert_close(attention(*states), [each + 1 for each in apply(*states)])
     assert type(deferring(apply)(*states)[0]) is Unrotated
-
-
-def test_what_is_compiled_of_one_function_is_not_taken_for_the_other() -> None:
-    """Of a function, and of the same one for which a name means something else."""
-    source = {"name": lambda x: x + 1}
-    exec("def call(x):\n    return name(x) * 2", source)
-    functions = [source["call"], with_names(source["call"], name=lambda x: x - 1)]
-    compiled = [torch.compile(each, backend="eager") for each in functions]
-    x = torch.rand(3)
-    for _ in range(2):
-        for each, plain in zip(compiled, functions):
-            torch.testing.assert_close(each(x), plain(x))
 
 
 @pytest.mark.parametrize("look", LOOKS)

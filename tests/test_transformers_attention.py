@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import few, seed_alone
-from generation import caches, left_padding, random_tokens, vmm_cache
+from generation import caches, check_same_generation, left_padding, random_tokens
 from parity import reference_kernels
 from parity.models import build
 from tiny_models import WIDE_MODELS, tiny_model
@@ -73,26 +74,6 @@ def test_kernels_give_the_same_logits(name: str, device: str, monkeypatch: pytes
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
 
 
-def holes(mask: torch.Tensor) -> torch.Tensor:
-    mask[:, 3] = mask[0, 9] = 0
-    return mask
-
-
-def right_padding(mask: torch.Tensor) -> torch.Tensor:
-    mask[0, 7:] = 0
-    return mask
-
-
-@pytest.mark.parametrize("damage", [holes, right_padding])
-def test_other_masks_than_left_padding_run_on_sdpa(damage, device: str) -> None:
-    tokens = random_tokens(tiny_model("llama-gqa-wide", "sdpa", device), 2, 12)
-    mask = damage(torch.ones_like(tokens))
-    chunks = (10, 1, 1)
-    expected, _ = logits_of(tiny_model("llama-gqa-wide", "sdpa", device), tokens, mask, chunks)
-    for logits in logits_of(tiny_model("llama-gqa-wide", "vmmkv", device), tokens, mask, chunks):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_gradients_flow_through_sdpa(device: str) -> None:
     """Without a cache, as in training."""
     gradients = []
@@ -114,15 +95,16 @@ def test_a_fallback_is_warned_of_once(device: str, caplog: pytest.LogCaptureFixt
     for _ in range(2):
         with torch.no_grad():
             model(random_tokens(model, 1, 5), past_key_values=DynamicCache(config=model.config))
-    assert [message for message in caplog.messages if "no kernels for heads of 8 and 8 in torch.float32" in message]
-    assert len(caplog.messages) == 1
+    (message,) = caplog.messages
+    assert "no kernels for heads of 8 and 8 in torch.float32" in message
 
 
 # ---------------------------------------------------------------------- masks
 
 
-def a_mask(function=causal_mask_function, q_length: int = 5, offset: int = 4, **kwargs) -> dict:
-    """What transformers asks a mask with, of 3 sequences."""
+def a_mask(*functions: Any, q_length: int = 5, offset: int = 4, **kwargs: Any) -> dict[str, Any]:
+    """What transformers asks a mask with, of 3 sequences: for what all functions show."""
+    function = and_masks(*functions) if len(functions) > 1 else (*functions, causal_mask_function)[0]
     kwargs = {"kv_length": q_length + offset, "use_vmap": False, "config": None, "dtype": torch.float32, **kwargs}
     return {"batch_size": 3, "q_length": q_length, "q_offset": offset, "mask_function": function, **kwargs}
 
@@ -137,7 +119,7 @@ def test_spans_stand_for_the_mask_of_eager_attention() -> None:
         length = q_length + offset
         padded = torch.arange(length) >= torch.tensor([0, random.randint(0, length - 1), length - 1])[:, None]
         padded = random.choice([None, padded, torch.nn.functional.pad(padded, (0, behind))])
-        asked = a_mask(function, q_length, offset, kv_offset=lost, attention_mask=padded)
+        asked = a_mask(function, q_length=q_length, offset=offset, kv_offset=lost, attention_mask=padded)
         asked |= {"kv_length": length - lost + behind, "local_size": window or None}
         expected = eager_mask(**asked)
         spans = make_mask(**asked)
@@ -148,28 +130,24 @@ def test_spans_stand_for_the_mask_of_eager_attention() -> None:
 
 
 HOLES = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]] * 3).bool()
-PACKED = torch.tensor([[0, 0, 0, 1, 1]] * 3), torch.tensor([[0, 1, 2, 0, 1]] * 3)
+WINDOW, OTHER = sliding_window_causal_mask_function(3), lambda b, h, q, k: k != 6
+MASKS = [
+    a_mask(attention_mask=HOLES),
+    a_mask(attention_mask=HOLES.flip(1).cummin(1).values),
+    a_mask(attention_mask=HOLES[:, 3:]),
+    a_mask(chunked_causal_mask_function(4, torch.tensor([0, 1, 2])), local_size=4),
+    a_mask(bidirectional_mask_function, offset=0, allow_is_bidirectional_skip=False),
+    a_mask(sliding_window_bidirectional_mask_function(3), offset=0, local_size=3, allow_is_bidirectional_skip=True),
+    a_mask(or_masks(causal_mask_function, lambda b, h, q, k: k < 6), use_vmap=True),
+    a_mask(WINDOW, OTHER, use_vmap=True, local_size=3),
+    a_mask(WINDOW, causal_mask_function, OTHER),
+    a_mask(or_masks(WINDOW, lambda b, h, q, k: k < 6), local_size=3),
+    a_mask(packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1]] * 3)), offset=0, allow_is_causal_skip=False),
+    a_mask(sliding_window_overlay(3), bidirectional_mask_function, offset=0, local_size=3),
+]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        a_mask(attention_mask=HOLES),
-        a_mask(attention_mask=HOLES.flip(1).cummin(1).values),
-        a_mask(attention_mask=HOLES[:, 3:]),
-        a_mask(chunked_causal_mask_function(4, torch.tensor([0, 1, 2])), local_size=4),
-        a_mask(bidirectional_mask_function, offset=0, allow_is_bidirectional_skip=False),
-        a_mask(sliding_window_bidirectional_mask_function(3), offset=0, local_size=3, allow_is_bidirectional_skip=True),
-        a_mask(or_masks(causal_mask_function, lambda b, h, q, k: k < 6), use_vmap=True),
-        a_mask(
-            and_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k != 6), use_vmap=True, local_size=3
-        ),
-        a_mask(and_masks(sliding_window_causal_mask_function(3), causal_mask_function, lambda b, h, q, k: k != 6)),
-        a_mask(or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k < 6), local_size=3),
-        a_mask(packed_sequence_mask_function(PACKED[0]), offset=0, allow_is_causal_skip=False),
-        a_mask(and_masks(sliding_window_overlay(3), bidirectional_mask_function), offset=0, local_size=3),
-    ],
-)
+@pytest.mark.parametrize("asked", MASKS)
 def test_masks_that_spans_cannot_say_are_those_of_eager_attention(asked: dict) -> None:
     mask = make_mask(**asked)
     assert not isinstance(mask, Spans)
@@ -339,23 +317,15 @@ def test_a_decoder_that_looks_both_ways(padded: bool) -> None:
 # ---------------------------------------------------------------------- models
 
 
-def test_models_with_their_own_attention_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_with_their_own_attention_keep_it_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.warning_once.cache_clear()
     for _ in range(2):
         model = build("GPTNeoForCausalLM", "vmmkv")
         assert model.config._attn_implementation == "eager"
     (message,) = caplog.messages
     assert 'attn_implementation="vmmkv" is not for GPTNeoForCausalLM' in message
-    assert "VmmCache works" in message
-    tokens = random_tokens(model, 2, 6)
-    cache = vmm_cache(model.config, "cpu")
-    lengths = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    assert torch.equal(model.generate(tokens, past_key_values=cache, **lengths), model.generate(tokens, **lengths))
-
-
-def test_a_model_that_is_told_later_does_not_change(caplog: pytest.LogCaptureFixture) -> None:
+    check_same_generation(model, random_tokens(model, 2, 6), *caches(model))
     model = build("DogeForCausalLM", "sdpa")
     model.set_attn_implementation("vmmkv")
     assert model.config._attn_implementation == "eager"
-    model = tiny_model("llama-gqa", "vmmkv", "cpu")
-    assert model.config._attn_implementation == "vmmkv"
+    assert tiny_model("llama-gqa", "vmmkv", "cpu").config._attn_implementation == "vmmkv"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import PATIENCE
 from generation import LENGTHS, PAGE_SIZE, random_tokens, vmm_cache
-from tiny_models import DECODER, WINDOW, tiny_model
-from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
+from tiny_models import DECODER, tiny_model
+from transformers import LlamaConfig
 
 import vmmkv
 from vmmkv.integrations.transformers import VmmCache
@@ -58,18 +58,6 @@ def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None
         kv_cache.check()
 
 
-def test_what_windows_give_back_full_attention_can_have(device: str) -> None:
-    model = tiny_model("gemma3", "sdpa", device)
-    cache = vmm_cache(model.config, device, max_bytes=26 * PAGE_SIZE[device])
-    for _ in range(4 * 20):  # 4 tokens fill a page of either group
-        forward(cache, 1, 1, device)
-    pages = {layer.group.window: kv_cache for layer, kv_cache in zip(cache.layers, cache.kv_caches)}
-    assert pages[None].stats().pages["used"] == 20
-    assert pages[WINDOW].stats().pages["used"] <= 3  # it has filled as many, and given them back
-    with pytest.raises(vmmkv.OutOfPagesError):
-        forward(cache, 1, 4 * 8, device)
-
-
 def test_two_models_run_out_only_together(device: str) -> None:
     pool = make_pool(device, 16)
     one, other = full_layers(pool), full_layers(pool)
@@ -91,19 +79,6 @@ def test_two_models_run_out_only_together(device: str) -> None:
     assert used(other) == [16]
     assert pool.stats().holders == 1
     assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
-
-
-def test_both_halves_of_an_encoder_and_decoder_share_what_they_are_given(device: str) -> None:
-    model = tiny_model("t5", "eager", device)
-    pool = make_pool(device)
-    tokens = random_tokens(model, 2, 9)
-    halves = [VmmCache(model.config, 100, pool=pool) for _ in range(2)]
-    arguments = {"do_sample": False, **LENGTHS}
-    plain = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    expected = model.generate(tokens, past_key_values=plain, **arguments)
-    assert torch.equal(model.generate(tokens, past_key_values=EncoderDecoderCache(*halves), **arguments), expected)
-    assert [half.pools for half in halves] == [[pool], [pool]]
-    assert pool.stats().holders == 2
 
 
 def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) -> None:
@@ -155,35 +130,14 @@ def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
     assert pool.stats().physical_bytes == sum(used(cache)) * PAGE_SIZE[device]
 
 
-def test_lookahead_takes_no_part_in_who_gets_memory(device: str) -> None:
-    """Rows of a batch that hold nothing are mapped nowhere, and what is mapped ahead goes to whoever needs it."""
-    pool = make_pool(device, 12)
-    one, other = full_layers(pool), full_layers(pool)
-    for _ in range(8 * 6):
-        forward(one, 1, 1, device)
-        forward(other, 1, 1, device)
-    assert (used(one), used(other)) == ([6], [6])
-    for cache in (one, other):
-        (kv_cache,) = cache.kv_caches
-        stats = kv_cache.stats()
-        assert stats.rows["live"] == 8
-        assert stats.pages["surplus"] == 0
-        kv_cache.check()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"max_bytes": "1GiB"}, vmmkv.ArgumentError, "beside a pool"),
-        ({"page_size": 4096}, vmmkv.ArgumentError, "beside a pool"),
-        ({"pool": "60GiB"}, vmmkv.ArgumentError, "FramePool"),
-    ],
-)
-def test_what_a_pool_does_not_go_with_is_refused(
-    arguments: dict[str, object], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
+def test_what_a_pool_does_not_go_with_is_refused() -> None:
+    for arguments, message in (
+        ({"max_bytes": "1GiB"}, "beside a pool"),
+        ({"page_size": 4096}, "beside a pool"),
+        ({"pool": "60GiB"}, "FramePool"),
+    ):
+        with pytest.raises(vmmkv.ArgumentError, match=message):
+            VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
 
 
 def test_a_pool_of_another_device_is_refused_before_anything_is_written() -> None:
