@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ import transformers
 from conftest import run_module_here
 from transformers import StaticCache
 
-from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, QWEN
 from benchmarks.generate.decode import Watched
@@ -64,20 +62,6 @@ def test_figures_of_cells(result: dict) -> None:
             assert 0 <= cell["held_bytes"] - cell["live_bytes"] < cell["batch"] * CPU.page_size
             if cell["attention"] != "vmmkv" or not transformers.__version__.startswith("5.17."):  # it copies for a mask
                 assert base["copied_bytes"] - cell["copied_bytes"] > 0.95 * base["live_bytes"]  # masks differ
-
-
-def test_cells_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*args: object) -> Iterator[dict]:
-        yield next(measure_cells(*args))
-        raise KeyboardInterrupt
-
-    measure_cells, left = generate.measure_cells, ["not reached"] * (len(list(CPU.cells())) - 1)
-    cells = run(CPU, HOST, layers=None, budget_seconds=0)["cells"]
-    assert [cell["status"] for cell in cells] == ["measured", *left]
-    monkeypatch.setattr(generate, "measure_cells", stopped)
-    cells = run(CPU, HOST, layers=None, budget_seconds=600)["cells"]
-    assert [cell["status"] for cell in cells] == ["measured", *left]
-    assert {cell.get("reason") for cell in cells} == {None, "stopped"}
 
 
 def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -24,10 +23,12 @@ from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching import cache as row_cache
 from vmmkv.integrations.batching import processor
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.manager import RowManager
@@ -67,7 +68,10 @@ def answers(
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     """A model that runs on rows for a test, and is as before afterwards."""
     model = tiny_model(getattr(request, "param", "llama-gqa"), "eager", "cpu")
+    rows.enable(model, pool=pool(400), max_seq_len=900)
     yield model
+    for each in [*ByHand.made]:
+        each.end()
     rows.disable(model)
     assert model.config._attn_implementation == "eager"
 
@@ -140,11 +144,14 @@ class Served:
 
 
 class ByHand:
-    """A manager whose batches are run here, one by one."""
+    """A manager whose batches are run here, one by one, until the fixture `model` ends it."""
+
+    made: ClassVar[list[ByHand]] = []
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         self.manager = model.init_continuous_batching(**config(safety_margin=0.0, **options))
         self.manager.batch_processor = self.processor = self.manager._create_batch_processor()
+        self.made.append(self)
 
     def step(self) -> bool:
         """Runs a batch, if there is one; returns whether there was."""
@@ -159,6 +166,7 @@ class ByHand:
             pass
 
     def end(self) -> None:
+        self.made.remove(self)
         self.processor.reset()
         self.manager.model.set_attn_implementation("eager")
 
@@ -173,7 +181,6 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(
     """Prompts come in chunks; a usual rotary embedding is left to what writes K; nobody reads tokens that are gone."""
     monkeypatch.setenv("VMMKV_DEBUG", "1")
     expected = answers(model, Random(), 5)
-    rows.enable(model, pool=pool(400), max_seq_len=100)
     with without_kernels() as append:
         check_batch(model, expected)
     assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
@@ -184,7 +191,6 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(
 def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """In the simulator, therefore few."""
     expected = answers(model, Random(), 2, most=9, new=3)
-    rows.enable(model, pool=pool(400), max_seq_len=100)
     check_batch(model, expected, max_batch_tokens=8, new=3)
 
 
@@ -214,7 +220,6 @@ def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[in
 
 def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100))
     with Served(model) as served:
         served.check(expected)
         assert isinstance(served.manager.batch_processor.cache, RowCache)
@@ -284,7 +289,6 @@ def test_whatever_becomes_of_requests_their_tokens_are_those_of_generate(model: 
         cache.check()
         assert cache.stats().tokens == 0
     assert own.stats().physical_bytes <= 30 * PAGE_SIZE
-    by_hand.end()
 
 
 @pytest.mark.few(6)
@@ -313,7 +317,6 @@ def test_who_waits_begins_whenever_others_on_the_pool_give_memory_back(
                 by_hand.step()
         assert len(looks) > reads
         assert by_hand.manager.get_result(timeout=0).generated_tokens == expected.tokens
-        by_hand.end()
 
 
 def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTrainedModel) -> None:
@@ -321,7 +324,6 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
     begin = [random.randrange(2, VOCABULARY) for _ in range(64)]
     first, *others = answers(model, random, 5, begin=begin)
     turn = answers(model, random, 1, most=2, begin=others[0].prompt + others[0].tokens)
-    rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model) as served:
         served.check([first])
         page = PAGE_SIZE // served.cache.layout.token_bytes
@@ -337,7 +339,6 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
 def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrainedModel, end: str) -> None:
     random = Random()
     prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
-    rows.enable(model, pool=pool(200), max_seq_len=300)
     by_hand = ByHand(model)
     name = by_hand.manager.add_request(prompt, max_new_tokens=50 if end == "finished" else 200)
     with patch.object(Requests, "commit", autospec=True) as commit:
@@ -355,12 +356,10 @@ def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrain
     assert last == [*prompt, *tokens[:-1]]
     assert first
     assert all(each == prompt[: len(each)] for each in first)
-    by_hand.end()
 
 
 def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 1, most=60)
-    rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model, allow_block_sharing=False) as served:
         for _ in range(2):
             served.check(expected)
@@ -379,7 +378,6 @@ def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
 def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedModel) -> None:
     """Who cancels what is done already, and asks again, waits for what he has asked for."""
     first, second = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     by_hand = ByHand(model)
     manager = by_hand.manager
     for expected in (first, second):
@@ -390,41 +388,6 @@ def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedMo
     manager.add_request(first.prompt, "chat")
     manager.cancel_request("chat")
     assert not by_hand.step()
-    by_hand.end()
-
-
-def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
-    """Nor is kept who was to be told, as transformers does."""
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    rows.enable(model, pool=pool(40), max_seq_len=900)
-    with Served(model) as served:
-        handlers = served.manager.output_router.result_handlers
-        handlers["endless"] = told.put, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
-        served.manager.add_request([7], "endless", max_new_tokens=800, streaming=True)
-        assert not told.get(timeout=PATIENCE).is_finished()
-        with calls(RowManager, "_generation_loop_body") as until:
-            served.manager.cancel_request("endless")
-            until(lambda: not handlers)
-        while not told.empty():
-            assert not told.get().is_finished()
-        assert served.manager.get_result(timeout=0) is None
-
-
-def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:
-    """Nobody finishes then, which is what those wait for that gave way."""
-    rows.enable(model, pool=pool(24), max_seq_len=200)
-    by_hand = ByHand(model)
-    for prompt in ([7] * 10, [8] * 10):
-        by_hand.manager.add_request(prompt, max_new_tokens=150)
-    scheduler = by_hand.processor.scheduler
-    while not scheduler.waiting_requests or not scheduler.active_requests:
-        by_hand.step()
-    (waiting,), (active,) = scheduler.waiting_requests, scheduler.active_requests
-    by_hand.manager.cancel_request(active)
-    for _ in range(2):
-        by_hand.step()
-    assert list(scheduler.active_requests) == [waiting]
-    by_hand.end()
 
 
 class Adapters:
@@ -470,22 +433,6 @@ def test_memory_goes_back_once_nobody_has_asked_for_anything_for_a_while(
             assert not by_hand.step()
         assert trim.call_count == (seconds < 1e9)
         assert (own.stats().physical_bytes == 0) == (seconds < 1e9)
-    by_hand.end()
-
-
-def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
-    """Another one may have been made before, and not been started."""
-    expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    forgotten = model.init_continuous_batching(**config())
-    with Served(model) as served:
-        served.check(expected)
-        served.manager.stop(block=True)
-        model.set_attn_implementation("eager")
-        served.manager.start()
-        served.check(expected)
-    forgotten.destroy()
-    model.set_attn_implementation("eager")
 
 
 @pytest.mark.parametrize("waiting", [{"block": False}, {"timeout": 0.0}], ids=str)
@@ -513,7 +460,6 @@ def test_who_stops_a_manager_without_waiting_leaves_requests_to_their_end(
 def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:
     """As that of `generate_batch`, which nobody sees."""
     expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as first, Served(model) as second:
         first.manager.stop()
         second.check(expected)
@@ -569,7 +515,6 @@ def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
     """And who says that of the model itself has its manager go on, as that of the copy does."""
     (expected,) = answers(model, Random(), 1)
     ids, options = torch.tensor([expected.prompt]), {"generation_config": config()["generation_config"]}
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
         made, other = copied(model), copy.deepcopy(model)
         for each in (model, made):
@@ -627,3 +572,82 @@ def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel
             assert result.generated_tokens == expected.tokens
         else:
             assert "A larger max_bytes helps" in result.error
+
+
+# ---------------------------------------------------------------------- batches that are made while the one before runs
+
+
+class AtOnce:
+    """A stream, or an event, that does everything at once: transformers makes batches ahead on GPUs alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> None: ...
+
+    wait_event = synchronize = record_event
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", AtOnce)
+    monkeypatch.setattr(input_outputs, "create_device_stream", AtOnce)
+    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    for module in (continuous_api, input_outputs, model_runner, offloading_manager, row_cache):
+        monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_batches_ahead_of_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:
+    expected = answers(model, Random(), 10, most=60)
+    rows.enable(model, pool=pool(30), max_seq_len=100)
+    with Served(model, cpu_offload_space=host, safety_margin=0.0, use_async_batching=True) as served:
+        served.check(expected)
+        assert served.cache.stats().tokens == 0
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_name_may_be_used_again_while_a_batch_is_ahead(model: PreTrainedModel) -> None:
+    """What that one leaves goes neither to who waits for the other, nor to who begins alike."""
+    several = answers(model, Random(), 4)
+    with Served(model, use_async_batching=True) as served:
+        for expected in several:
+            served.manager.add_request([7] * 60, "chat", max_new_tokens=800, streaming=True)
+            assert served.manager.get_result(timeout=PATIENCE).request_id == "chat"
+            with calls(RowManager, "_generation_loop_body") as until:
+                served.manager.cancel_request("chat")
+                until(lambda: not served.manager.batch_processor.has_pending_requests())
+            while served.manager.get_result(timeout=0):
+                pass
+            served.manager.add_request(expected.prompt, "chat")
+            assert served.results(1)["chat"].generated_tokens == expected.tokens
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_request_that_ends_in_the_batch_that_runs_needs_no_more_memory(model: PreTrainedModel) -> None:
+    """For the token after its last, which transformers computes before it knows."""
+    rows.enable(model, pool=pool(4), max_seq_len=300)
+    with Served(model, safety_margin=0.0, use_async_batching=True) as served:
+        held = 4 * PAGE_SIZE // served.manager.groups[0].layout.token_bytes
+        served.manager.add_request([7] * (held - 11), max_new_tokens=12)
+        assert len(served.results(1)["req_0"].generated_tokens) == 12
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_requests_sleep_on_the_host_while_a_batch_is_ahead(model: PreTrainedModel) -> None:
+    expected, random, slept, memory = answers(model, Random(), 6, most=60, new=60), Random(), 0, pool(400)
+    rows.enable(model, pool=memory, max_seq_len=200)
+    with Served(model, cpu_offload_space=0.01, use_async_batching=True) as served:
+        names = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60)
+        done: dict[str, Any] = {}
+        while len(done) < len(names):
+            if slept < 5 and memory.stats().used_bytes:
+                slept += rows.sleep(model, offload=True) > 0
+                assert memory.stats().used_bytes == 0
+                rows.wake(model)
+            if result := served.manager.get_result(timeout=random.uniform(0, 0.01)):
+                done[result.request_id] = result
+    assert slept
+    assert [done[name].generated_tokens for name in names] == [each.tokens for each in expected]

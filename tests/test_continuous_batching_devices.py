@@ -125,16 +125,6 @@ def test_known_tokens_are_those_that_all_devices_know(model: PreTrainedModel, de
         check_books(served, 2, 200)
 
 
-def test_a_request_that_one_device_has_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
-    (expected,) = answers(model, Random(), 1, most=8)
-    rows.enable(model, max_bytes=4 * PAGE_SIZE, max_seq_len=300)
-    with Served(model, safety_margin=0.0) as served:
-        served.manager.add_request([7] * 200, "long")
-        result = served.manager.get_result(timeout=60)
-        assert "A larger max_bytes helps" in result.error
-        served.check([expected])
-
-
 def test_one_pool_and_compiled_forward_passes_are_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(10))
     with pytest.raises(vmmkv.DeviceError, match=r"layers on cpu:0, cpu:1. Give a pool .* max_bytes"):

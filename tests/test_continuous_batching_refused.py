@@ -41,7 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_request_that_nobody_would_answer_is_refused(model: PreTrainedModel) -> None:
     """After a stop, and after an error in a forward pass; until the next start."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**config())
     manager.start()
     manager.stop()
@@ -63,7 +62,6 @@ def test_a_request_that_nobody_would_answer_is_refused(model: PreTrainedModel) -
 
 def test_who_is_new_is_told_of_a_hard_stop(model: PreTrainedModel) -> None:
     """With those that were to fork from it."""
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**config(num_return_sequences=3))
     manager.start()
     with manager.pause():  # the loop takes what is new when it goes on, and looks whether it is to stop
@@ -85,7 +83,6 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
     (expected,) = answers(model, Random(), 1)
     options = config(per_request_processors=True)
     options["generation_config"].update(do_sample=True, temperature=0.5, top_k=1000)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
     temperatures = ({"temperature": wrong} for wrong in (0.0, float("nan"), 1e-46, np.float64(0)))
@@ -129,7 +126,6 @@ def test_settings_that_a_batch_does_not_heed_are_refused(model: PreTrainedModel,
 def test_nothing_that_a_batch_is_told_is_lost(model: PreTrainedModel) -> None:
     """What transformers would leave out without a word is refused; what says nothing new is not."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     lost = (
         {"nonsense": 1}, {"logits_processor": [1]}, {"temperature": 0.1}, {"do_sample": True}, {"past_key_values": [1]},
         {"stopping_criteria": [1]}, {"cache_implementation": "static"}, {"repetition_penalty": 3.0},
@@ -186,7 +182,6 @@ def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
     ids = torch.tensor(prompts)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert expected[0, -1] == (ends[0] if pad is None else pad)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     assert model.generate(ids, cache_implementation="paged", **options)[0].equal(expected)
     results = model.generate_batch(prompts, GenerationConfig(**options, cache_implementation="paged"))
     assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]
@@ -224,7 +219,6 @@ def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedMo
 @pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")
 def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_kept(model: PreTrainedModel) -> None:
     """They would see the last token of each request alone; transformers writes a line to the log."""
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     (expected,) = answers(model, Random(), 1)
     for keep in ({}, {"drop_unsupported_processors": False}):
         penalized = config(**keep)
@@ -239,7 +233,6 @@ def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_ke
 def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedModel) -> None:
     """Of requests before, whose results nobody has taken: who asked for them was interrupted, perhaps."""
     first, *expected = answers(model, Random(), 4)
-    rows.enable(model, pool=pool(200), max_seq_len=100)
     with Served(model) as served:
         served.ask([first])
         served.manager.stop(keep_for_next_session=True)
@@ -249,7 +242,6 @@ def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedM
 def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:
     """transformers would return it, and work as it did. What is left open is as it was."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     options, kept = config(), {"persistent_manager": True}
     for _ in range(2):
         (result,) = model.generate_batch([expected.prompt], **options, **kept).values()
@@ -271,7 +263,6 @@ def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedM
     """Batches that are made up would take the place of requests, and callers of `generate_batch` each other's results,
     where they share a manager that is kept."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     model.generate_batch([expected.prompt], **config(), persistent_manager=True)
     with Served(model) as served:
         with pytest.raises(vmmkv.BusyError, match="start a manager that runs"):
@@ -297,7 +288,6 @@ def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
     until = expected.tokens[: expected.tokens.index(last) + 1]
     array = np.array([VOCABULARY, last])
     kinds = [last, [last], (last, -1), {last}, array, array[1], torch.tensor(array), torch.tensor(last)]
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
         for eos in kinds:
             served.manager.add_request(expected.prompt, eos_token_id=eos)
@@ -372,7 +362,6 @@ def test_rows_are_those_that_were_last_asked_for(model: PreTrainedModel) -> None
 def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
     """Or one that will fork from it, until it is done: both would write into one row. The other one goes on."""
     (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(200), max_seq_len=300)
     by_hand = ByHand(model, num_return_sequences=2)
     manager, scheduler = by_hand.manager, by_hand.processor.scheduler
 
@@ -392,11 +381,9 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         while by_hand.step():
             pass
         assert [each.generated_tokens for each in results(2)] == [expected.tokens] * 2
-    by_hand.end()
 
 
 def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
         model.set_attn_implementation("eager")
         served.manager.add_request([5] * 9)

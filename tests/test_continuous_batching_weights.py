@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 from conftest import PATIENCE, join
-from parity.batching import Answer, answer, config
-from test_continuous_batching import ONE, PAGE_SIZE, Adapters, Served, answers, check_batch, on_rows, pool
+from parity.batching import Answer, answer
+from test_continuous_batching import ONE, Adapters, Served, answers, check_batch, on_rows, pool
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, WINDOW, tiny_model
 from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
-from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
 from vmmkv.integrations.scaled_states import ScaledStates
@@ -343,24 +342,6 @@ def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[st
         assert (captured == 0) == (how == "another adapter")
 
 
-def test_a_warm_up_makes_graphs_of_prompts_where_no_request_may_be_as_long_as_a_batch(
-    captures: tuple[str, list[int]],
-) -> None:
-    device, sizes = captures
-    if device != "cpu":
-        pytest.skip("on a GPU a page holds more tokens than a batch")
-    model = tiny_model("olmo2", "eager", device)
-    rows.enable(model, pool=pool(5), max_seq_len=1300)
-    manager = model.init_continuous_batching(**config(use_cuda_graph=(True, False), max_batch_tokens=200))
-    try:
-        assert 200 * manager.groups[0].layout.token_bytes > 5 * PAGE_SIZE
-        manager.warmup()
-        assert sizes == [200, 192, 128, 64]
-    finally:
-        manager.destroy()
-        rows.disable(model)
-
-
 def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
     captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,15 +365,6 @@ def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
         for expected in several:
             served.check(expected)
     assert {*sizes} == {192, 64}
-
-
-def test_batches_of_decode_are_padded_by_little() -> None:
-    for most in (1, 2, 15, 16, 17, 250, *Random().sample(range(1, 2000), 5)):
-        sizes = decode_sizes(most)
-        assert sizes == sorted({*sizes})
-        assert {*sizes} >= {min(2 << power, most) for power in range(11)}
-        for requests in range(2, most + 1):
-            assert min(size for size in sizes if size >= requests) < requests + max(requests / 8, min(requests, 16))
 
 
 # ---------------------------------------------------------------------- compiled forward passes
@@ -421,7 +393,6 @@ def test_forward_passes_are_compiled_as_the_config_says(
         return run
 
     monkeypatch.setattr(model_runner.torch, "compile", compile_)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model, **options) as served:
         served.check(expected)
     assert ran == compiled

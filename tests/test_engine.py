@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,12 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.batching import shape_of
 from benchmarks.engine.attention import Attend, Batch, Write
-from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
 from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.model import Angles, Config, Model, random_model, rotate
-from benchmarks.engine.rows import VmmKV
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import Schedule
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -166,79 +162,6 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
         common = other[: RNG.integers(len(other) + 1)][:count]
         found.append(np.concatenate([common, RNG.integers(0, VOCABULARY, count - len(common))]))
     return found
-
-
-SCHEDULES = [(PagedKV, ""), (VmmKV, ""), (ReusingPagedKV, "reuse"), (VmmKV, "reuse"), (VmmKV, "suspend")]
-
-
-@pytest.mark.parametrize(("backend", "how"), SCHEDULES)
-@given(batch=batches(), late=st.booleans())
-@settings(max_examples=15 * ROUNDS)
-def test_schedules_serve_all_requests_within_their_means(
-    backend: type[PagedKV | VmmKV], how: str, batch: tuple[list[int], list[int], int, int, int], late: bool
-) -> None:
-    """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
-    prompts, outputs, blocks, max_sequences, chunk = batch
-    layout, reuse, suspend = KVLayout(1, 1, 64, torch.float32), how == "reuse", how == "suspend"
-    options = {"host_bytes": 100 * layout.token_bytes, "tokens_per_s": 1.0} if suspend else {}
-    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU, **options)
-    ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
-    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, suspend=suspend)
-    if reuse:
-        schedule.ids = lambda request: ids[request][: schedule.known[request]]
-    schedule.waiting.extend(range(len(prompts)))
-    sampled, computed = np.zeros(len(prompts), int), 0
-    while step := schedule.next():
-        before = schedule.computed.copy()
-        requests = np.concatenate([step.decode, step.prefill])
-        counts = np.concatenate([np.ones_like(step.decode), step.counts])
-        computed += int(counts.sum())
-        assert 0 < len(requests) == len(set(requests.tolist())) <= len(schedule.running) <= max_sequences
-        assert step.counts.sum() <= chunk
-        assert schedule.running == sorted(schedule.running)  # first come, first served
-        assert all(request > max(schedule.running) for request in schedule.waiting)
-        for request, count in zip(requests, counts):
-            positions = np.arange(before[request], before[request] + count)
-            write_tokens(kv, schedule.row[request], positions, ids[request][positions])
-        for request in schedule.running:
-            end = before[request] + counts[requests == request].sum()
-            check_tokens(kv, schedule.row[request], ids[request][:end])
-        sampled[step.sampled] += 1
-        schedule.advance(step)
-    assert sampled.tolist() == outputs
-    assert ((schedule.cached >= 0) & (schedule.cached < prompts)).all()
-    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())  # last tokens are not computed
-    assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
-    assert computed == needed + schedule.recomputed or reuse
-    assert (schedule.recomputed > 0) == bool(schedule.preempted.any()) or how
-    assert kv.fits(blocks * 16)
-    kv.give_back()
-    if isinstance(kv, PagedKV):
-        assert sorted(kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))
-    else:
-        kv.cache.check()
-        assert kv.physical_bytes() == 0
-    kv.close()
-
-
-def places(kv: PagedKV | VmmKV, row: int, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens of a row are in its tensors, as the device has been told."""
-    at = torch.from_numpy(positions)
-    if kv.block_table is None:
-        return torch.full_like(at, int(row)), at
-    return kv.block_table[int(row), at // 16].long(), at % 16
-
-
-def write_tokens(kv: PagedKV | VmmKV, row: int, positions: np.ndarray, ids: np.ndarray) -> None:
-    for cache, values in zip(kv.kv(0), (ids, positions)):
-        cache[places(kv, row, positions)] = torch.from_numpy(values).float()[:, None, None]
-
-
-def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
-    positions = np.arange(len(ids))
-    for cache, values in zip(kv.kv(0), (ids, positions)):
-        found = cache[places(kv, row, positions)]
-        assert (found == torch.from_numpy(values).float()[:, None, None]).all()
 
 
 def tiny_model() -> Model:
@@ -397,17 +320,6 @@ def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
     assert run.suspensions == run.preemptions > 0
     check_nothing_is_kept(engine, "vmm")
     engine.close()
-
-
-def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    count = itertools.count().__next__
-    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", count)
-    monkeypatch.setattr("benchmarks.engine.run.perf_counter", count)
-    run = engine.run(*random_requests(3, 20, 100), deadline=60)
-    assert run.running[-1] == 3
-    assert run.finished == 0
-    check_nothing_is_kept(engine, "vmm")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

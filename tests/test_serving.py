@@ -10,10 +10,13 @@ import asyncio
 import http.client
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -425,45 +428,6 @@ def test_several_models_answer_one_after_another(llama: str, tmp_path: Path) -> 
         assert complete(address, folder) == second
 
 
-def test_an_answer_that_another_model_ends_says_so(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch goes on for two seconds after a request for another model, which is answered then."""
-    other, may_go_on = save("llama-gqa", tmp_path), threading.Event()
-    step, stop = RowProcessor._generation_step, RowManager.stop
-    may_go_on.set()
-
-    def wait_and_step(*args: Any) -> None:
-        assert may_go_on.wait(PATIENCE)
-        step(*args)
-
-    def stop_at_once(*args: Any, hard_stop: bool = False, **kwargs: Any) -> None:
-        if hard_stop:
-            may_go_on.set()
-        stop(*args, hard_stop=hard_stop, **kwargs)
-
-    monkeypatch.setattr(RowProcessor, "_generation_step", wait_and_step)
-    monkeypatch.setattr(RowManager, "stop", stop_at_once)
-
-    async def rest(stream: Any) -> None:
-        async for _ in stream:
-            pass
-
-    async def two(address: str) -> None:
-        given: dict[str, Any] = {"model": llama, "prompt": "w5", "max_tokens": ENDLESS}
-        async with client(address) as server:
-            streams = [aiter(await server.completions.create(**given, stream=True)) for _ in range(2)]
-            for each in streams:
-                await anext(each)
-            may_go_on.clear()  # these answers take as long as they may
-            assert await ask(other, server, "w6", chat=False, stream=False)
-            for each in streams:
-                with pytest.raises(openai.APIError) as cut_off:
-                    await rest(each)
-                assert "finished before this request" in f"{cut_off.value.body}"
-
-    with server("--max-bytes", "64MiB", "--max-seq-len", str(ROW)) as address:
-        asyncio.run(two(address))
-
-
 # ---------------------------------------------------------------------- start and end
 
 
@@ -527,3 +491,70 @@ def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
     serving._build(models, None, None, None, None, None, generation_state=state)
     assert state.is_cb_alive()
     vmmkv.publication.unpublish()
+
+
+# ---------------------------------------------------------------------- signals
+
+
+LONG = 300
+"""Seconds after which a test gives up. An answer of `ENDLESS` tokens would take longer by far."""
+
+
+class Child(NamedTuple):
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+
+@contextmanager
+def child(model: str) -> Iterator[Child]:
+    """A server that has begun to serve, on a port that it was given by the kernel."""
+    command = [sys.executable, "-c", "from vmmkv.cli import main; main()", "serve", model, "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--max-bytes", "64MiB", "--max-seq-len", "131072"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            written: list[str] = []
+            for line in process.stdout:
+                written.append(line)
+                if found := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
+                    break
+            else:
+                raise AssertionError("".join(written))
+            yield Child(process, int(found[1]))
+        finally:
+            process.kill()
+
+
+def connect(port: int, **fields: Any) -> http.client.HTTPConnection:
+    """A client that has asked for more tokens than anybody waits for."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONG)
+    body = json.dumps({"prompt": "w5 w6", "max_tokens": ENDLESS} | fields)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    return connection
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_impatient", [False, True])
+def test_a_signal_ends_a_server_whose_clients_wait_or_have_gone(llama: str, is_impatient: bool) -> None:
+    """One client streams, one waits for an answer in one piece, and both are told why it ends; one client has gone."""
+    with child(llama) as server, closing(connect(server.port, stream=True)) as streaming:
+        answer = streaming.getresponse()
+        assert answer.read(1)
+        with closing(connect(server.port)) as waiting:
+            gone = connect(server.port)
+            soon(lambda: metrics(f"http://127.0.0.1:{server.port}")["vmmkv:num_sequences"] == 3)
+            gone.close()
+            server.process.send_signal(signal.SIGINT)
+            while is_impatient and server.process.poll() is None:
+                server.process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    server.process.wait(timeout=0.1)
+            refused = waiting.getresponse()
+            assert refused.status == 503
+            assert "finished before" in json.loads(refused.read())["error"]["message"]
+        assert b'"error": "Generation loop finished before' in answer.read().splitlines()[-2]
+        written = server.process.communicate(timeout=LONG)[0]
+    assert "Traceback" not in written
+    assert "Application shutdown complete" in written

@@ -300,19 +300,6 @@ def test_tokens_that_are_dropped_leave_their_pages(device: str, mixed_config: Pr
     forward(device, 5, 20, cache)
 
 
-def test_rows_behind_a_window_take_no_more_than_it(device: str) -> None:
-    """4 tokens fill a page: of 40 the window lies in two or three, and ten are not to be had."""
-    config = tiny_model("mistral", "eager", "cpu").config
-    cache, reference = vmm_cache(config, device, max_bytes=9 * PAGE_SIZE[device]), DynamicCache(config=config)
-    for _ in range(40):
-        forward(device, 1, 1, cache, reference)
-    for each in (cache, reference):
-        each.batch_repeat_interleave(3)
-    check_same_state(cache, reference)
-    assert pages(cache) <= [3 * 3]
-    forward(device, 3, 1, cache, reference)
-
-
 def driver_calls(cache: VmmCache) -> int:
     return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
 
@@ -333,17 +320,6 @@ def test_a_second_generation_maps_nothing(name: str, compile: bool, device: str)
         assert [pages(part) for part in parts] == [[0]] * len(parts)
         assert torch.equal(generate(model, tokens[:rows], past_key_values=cache), generate(model, tokens[:rows]))
     assert [driver_calls(part) for part in parts] == before
-
-
-def test_a_second_generation_over_windows_takes_no_memory(device: str) -> None:
-    """A window that has moved begins again at the front of its row: pages move there, and none is created."""
-    model, created = tiny_model("gemma3", "sdpa", device), []
-    cache = vmm_cache(model.config, device, lookahead=0)
-    for _ in range(2):
-        cache.reset()
-        generate(model, random_tokens(model, 3, 12), past_key_values=cache)
-        created.append([kv_cache.stats().pages_created for kv_cache in cache.kv_caches])
-    assert created[0] == created[1]
 
 
 @pytest.mark.usefixtures("kernels_for_all")

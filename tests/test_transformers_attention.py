@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import few, seed_alone
+from conftest import seed_alone
 from generation import caches, check_same_generation, left_padding, random_tokens
 from parity import reference_kernels
 from parity.models import build
 from tiny_models import WIDE_MODELS, tiny_model
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -34,45 +34,6 @@ from vmmkv.integrations import attention
 from vmmkv.integrations.masks import make_mask
 from vmmkv.integrations.spans import Spans
 
-IN_SIMULATOR = ["gemma2-wide", "gpt-oss-wide"]
-"""Windows, soft caps and sinks between the two: the simulator takes seconds for each."""
-
-
-def logits_of(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...]) -> list:
-    """Logits of unmasked tokens, chunk by chunk, with a `DynamicCache` and with a `VmmCache`."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = []
-    for cache in caches(model):
-        parts, start = [], 0
-        for length in chunks:
-            chunk = slice(start, start + length)
-            start = chunk.stop
-            with torch.no_grad():
-                output = model(
-                    tokens[:, chunk],
-                    attention_mask=mask[:, :start],
-                    position_ids=positions[:, chunk],
-                    past_key_values=cache,
-                )
-            parts.append(output.logits)
-        logits.append(torch.cat(parts, 1)[mask[:, :start].bool()])
-    return logits
-
-
-@pytest.mark.parametrize("name", few(1, "simulator", IN_SIMULATOR) + sorted(WIDE_MODELS.keys() - IN_SIMULATOR))
-@pytest.mark.simulator
-def test_kernels_give_the_same_logits(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, a chunk of many tokens, one of a few, and single tokens, behind left padding."""
-    if device == "cpu" and name not in IN_SIMULATOR:
-        pytest.skip("the simulator is slow: it has one of two models")
-    monkeypatch.setattr(attention, "_attend_without_kernels", None)  # whoever calls it fails
-    tokens = random_tokens(tiny_model(name, "eager", device), 2, 24)
-    mask = left_padding(tokens)
-    chunks = (10, 9, 3, 1, 1) if device == "cuda" else (9, 2)
-    expected, _ = logits_of(tiny_model(name, "eager", device), tokens, mask, chunks)
-    for logits in logits_of(tiny_model(name, "vmmkv", device), tokens, mask, chunks):
-        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
-
 
 def test_gradients_flow_through_sdpa(device: str) -> None:
     """Without a cache, as in training."""
@@ -87,16 +48,6 @@ def test_gradients_flow_through_sdpa(device: str) -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for gradient, expected in zip(*gradients):
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-3)
-
-
-def test_a_fallback_is_warned_of_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    logging.warning_once.cache_clear()
-    model = tiny_model("llama-gqa", "vmmkv", device)
-    for _ in range(2):
-        with torch.no_grad():
-            model(random_tokens(model, 1, 5), past_key_values=DynamicCache(config=model.config))
-    (message,) = caplog.messages
-    assert "no kernels for heads of 8 and 8 in torch.float32" in message
 
 
 # ---------------------------------------------------------------------- masks

@@ -9,18 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from generation import (
-    LENGTHS,
-    NEW,
-    PAGE_SIZE,
-    caches,
-    generate,
-    inside_a_graph,
-    left_padding,
-    pages,
-    random_tokens,
-    vmm_cache,
-)
+from generation import LENGTHS, NEW, PAGE_SIZE, caches, generate, inside_a_graph, left_padding, random_tokens, vmm_cache
 from generation import reference_kernels as reference_kernels
 from generation import uncompiled as uncompiled
 from tiny_models import DECODER, ENCODER_DECODER, WIDE_MODELS, WINDOW, tiny_model
@@ -281,31 +270,6 @@ def test_layers_of_different_shapes(compile: bool, device: str) -> None:
     assert [layer.num_kv_heads for layer in cache.kv_caches[0].layout.layers] == heads
 
 
-@pytest.mark.simulator
-def test_reserved_room_stays(device: str) -> None:
-    """Whatever else happens before, or between, passes that the host does not see: a page holds 4 tokens."""
-    model = tiny_model("llama-gqa-wide", "vmmkv", device)
-    reference, cache = caches(model, compile=True)
-    step = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        for each in (cache, reference):
-            model(random_tokens(model, 3, 4), past_key_values=each)
-        cache.reserve(16)
-        for each in (cache, reference):
-            each.batch_select_indices(torch.tensor([2, 0], device=device))
-        for length in range(5, 19):
-            token = random_tokens(model, 2, 1, seed=length)
-            run = step if 5 < length < 17 else model
-            logits = run(token, past_key_values=cache).logits
-            torch.testing.assert_close(logits, model(token, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
-            for kv_cache in cache.kv_caches:
-                kv_cache.check()
-                assert sum(pages(cache)) >= 2 * -(-16 * kv_cache.layout.token_bytes // kv_cache.page_size)
-        cache.reset()
-        with pytest.raises(ValueError, match="after a prompt"):
-            cache.reserve(16)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BY_HAND)
 def test_captured_by_hand(name: str) -> None:
@@ -337,18 +301,6 @@ def test_captured_by_hand(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- memory
-
-
-@pytest.mark.gpu
-def test_windows_give_pages_back() -> None:
-    model = tiny_model("mistral-wide", "vmmkv", "cuda")
-    cache = vmm_cache(model.config, "cuda", 200_000, compile=True)
-    with torch.no_grad():
-        for _ in range(6):
-            model(random_tokens(model, 1, 4000), past_key_values=cache)
-    (kv_cache,) = cache.kv_caches
-    tokens_of_a_page = kv_cache.page_size // kv_cache.layout.token_bytes
-    assert sum(pages(cache)) <= -(-(4000 + WINDOW) // tokens_of_a_page) + 1
 
 
 # ---------------------------------------------------------------------- errors
@@ -443,18 +395,6 @@ def test_a_compiled_pass_that_fails_in_the_middle(device: str, monkeypatch: pyte
     assert length == 6 + 2
     continued = generate(model, expected[:, : length + 1], past_key_values=cache, compile_config=config, **REST)
     assert torch.equal(continued, expected)
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_longest_sequence_and_no_more(device: str) -> None:
-    model = tiny_model("llama-gqa-wide", "vmmkv", device)
-    cache = vmm_cache(model.config, device, 20, compile=True)
-    with torch.no_grad():
-        for tokens in (12, 7, 1):
-            model(random_tokens(model, 2, tokens), past_key_values=cache)
-        with pytest.raises(vmmkv.SequenceTooLongError, match=r"21 tokens.*max_seq_len=20"):
-            model(random_tokens(model, 2, 1), past_key_values=cache)
-    assert cache.get_seq_length() == 20
 
 
 @pytest.mark.simulator

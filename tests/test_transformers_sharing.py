@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import threading
+import weakref
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from random import Random
@@ -15,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, seed_alone
+from conftest import PATIENCE, ROUNDS, on_driver, seed_alone
 from faulty import FaultyDriver
-from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens
+from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens, vmm_cache
 from generation import kernels_for_all as kernels_for_all
 from generation import reference_kernels as reference_kernels
 from generation import uncompiled as uncompiled
@@ -147,24 +150,6 @@ def test_what_is_full_lies_in_memory_once() -> None:
             kv_cache.check()
 
 
-def test_there_are_rows_again_where_a_copy_has_ended() -> None:
-    cache, reference = pair(2, 50)
-    others = [copy.deepcopy(cache) for _ in range(MAX_BATCHES - 1)]
-    apart = copy.deepcopy(cache)
-    assert apart.kv_caches != cache.kv_caches, "there are no rows left: it was copied"
-    assert apart.pools == cache.pools
-    forward(2, 9, cache, reference, apart)
-    for _ in range(5):
-        del others[Random().randrange(len(others))]
-        gc.collect()
-        others.append(copy.deepcopy(cache))
-        assert others[-1].kv_caches == cache.kv_caches
-    forward(2, 9, cache, reference, apart, *others[-1:])
-    check(apart, reference)
-    check(others[-1], reference)
-    check(cache, reference)
-
-
 @pytest.mark.parametrize("fitting", [0, 1, 3])
 def test_long_rows_leave_room_for_fewer_copies(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = 400 * vmmkv.KVLayout(4, 2, 16, torch.float32).token_bytes
@@ -248,41 +233,6 @@ def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
             forward(4, 1, cache, reference)
             assert used(cache) <= apart // 4 + 4 * full_pages(cache, 80), "the prompt once"
     check(cache, reference)
-
-
-@pytest.mark.few(8)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "qwen3-next", "llama-gqa-wide", "gemma3-wide", "gemma4"])
-@pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}], ids=str)
-def test_generate_comes_to_hold_a_prompt_once(name: str, mode: dict) -> None:
-    """It repeats prompts before the model reads them: they lie apart while it does, and once from then on."""
-    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
-    prompts, rows = random_tokens(model, 2, 90), 8
-    outputs, took = [], []
-    for cache in caches(model, compile=compile, lookahead=0):
-
-        def look(ids: torch.Tensor, scores: torch.Tensor, cache: Cache = cache) -> torch.Tensor:
-            if isinstance(cache, VmmCache):
-                longest = max(cache.kv_caches, key=lambda kv_cache: kv_cache.stats().tokens)
-                parts = 1 + (neighbours_that_differ(longest, rows, 90) if "do_sample" in mode else 1)
-                took.append((longest.stats().pages["used"], ids.shape[1] * longest.layout.token_bytes, parts))
-            return scores
-
-        seed_alone(3)
-        arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": left_padding(prompts)}
-        outputs.append(model.generate(prompts, past_key_values=cache, logits_processor=[look], **arguments))
-    assert torch.equal(*outputs)
-    (apart, nbytes, parts), *then = took
-    page_size = PAGE_SIZE["cpu"]
-    assert apart == rows * -(-nbytes // page_size)
-    full = nbytes // (LARGE * page_size) * LARGE or nbytes // page_size  # at least: other pages of large frames are own
-    for used_then, nbytes_then, _ in then:
-        assert used_then <= parts * full + rows * (-(-nbytes_then // page_size) - full), "each prompt once, and tails"
-
-
-def neighbours_that_differ(kv_cache: vmmkv.KVCache, rows: int, tokens: int) -> int:
-    """How often a row's first tokens differ from those of the row before: kernels may round equal rows otherwise."""
-    layers = [states[:rows, :tokens] for layer in range(kv_cache.layout.num_layers) for states in kv_cache.kv(layer)]
-    return sum(any(not torch.equal(each[row - 1], each[row]) for each in layers) for row in range(1, rows))
 
 
 @pytest.mark.parametrize("_", range(10 * ROUNDS))
@@ -380,3 +330,129 @@ def test_a_batch_without_room_for_more_is_as_before() -> None:
     with pytest.raises(vmmkv.OutOfPagesError):
         check(cache, reference)  # who may write to what is shared needs copies
     forward(4, 1, cache, reference)
+
+
+# ---------------------------------------------------------------------- frame pools: what layer groups, copies and models share
+
+
+def make_pool(device: str, pages: int = 512) -> vmmkv.FramePool:
+    return vmmkv.FramePool(pages * PAGE_SIZE[device], device=device, page_size=PAGE_SIZE[device])
+
+
+def fill(cache: VmmCache, rows: int, tokens: int, device: str) -> None:
+    """What a forward pass does to a cache: 8 tokens of a layer, of a row, fill a page on the host."""
+    for layer in range(len(cache)):
+        cache.update(*torch.randn(2, rows, 2, tokens, PAGE_SIZE[device] // 128, device=device), layer)
+
+
+def full_layers(pool: vmmkv.FramePool) -> VmmCache:
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 1})
+    return VmmCache(config, 400, max_batch_size=8, pool=pool)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None:
+    """As many pages as all groups take at their peak are enough: they need not be there for each of them."""
+    model = tiny_model(name, "eager", device)
+    tokens = random_tokens(model, 3, 40)
+    roomy = vmm_cache(model.config, device, lookahead=0)
+    expected = model.generate(tokens, past_key_values=roomy, do_sample=False, **LENGTHS)
+    (pool,) = roomy.pools
+    assert len(roomy.kv_caches) == 2
+    assert pool.stats().holders == 2
+    taken = pool.stats().physical_bytes // PAGE_SIZE[device]
+    tight = vmm_cache(model.config, device, max_bytes=taken * PAGE_SIZE[device])
+    assert torch.equal(model.generate(tokens, past_key_values=tight, do_sample=False, **LENGTHS), expected)
+    assert tight.pools[0].stats().physical_bytes <= taken * PAGE_SIZE[device]
+    for kv_cache in tight.kv_caches:
+        kv_cache.check()
+
+
+def test_two_models_run_out_only_together(device: str) -> None:
+    pool = make_pool(device, 16)
+    one, other = full_layers(pool), full_layers(pool)
+    fill(one, 1, 8 * 4, device)
+    fill(other, 1, 8 * 10, device)  # more than a half
+    assert (pages(one), pages(other)) == ([4], [10])
+    fill(one, 1, 8 * 2, device)
+    for cache in (one, other):
+        with pytest.raises(vmmkv.OutOfPagesError):
+            fill(cache, 1, 8, device)
+    other.reset()
+    fill(one, 1, 8 * 10, device)  # pages that are still mapped in the other one
+    assert pages(one) == [16]
+    with pytest.raises(vmmkv.OutOfPagesError):
+        fill(other, 1, 1, device)
+    del one
+    gc.collect()
+    fill(other, 1, 8 * 16, device)
+    assert pages(other) == [16]
+    assert pool.stats().holders == 1
+    assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
+
+
+def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) -> None:
+    own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
+    pool = make_pool(device)
+    given = full_layers(pool)
+    for cache in (own, given):
+        fill(cache, 2, 5, device)
+    twin, shared = copy.deepcopy(own), copy.deepcopy(given)
+    assert twin.pools == own.pools
+    assert own.pools[0].limit_pages == 32
+    assert shared.pools == given.pools == [pool]
+    assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
+    loaded = pickle.loads(pickle.dumps([own, given]))
+    assert loaded[0].pools[0].limit_pages == 32
+    assert loaded[1].pools not in ([], [pool])
+    for cache, reference in ((twin, own), (shared, given), (loaded[0], own), (loaded[1], given)):
+        for states, expected in zip(cache, reference, strict=True):
+            assert all(map(torch.equal, states[:2], expected[:2]))
+
+
+def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
+    cache = vmm_cache(tiny_model("gemma3", "sdpa", device).config, device)
+    fill(cache, 1, 9, device)
+    ended = threading.Event()
+    (pool,) = map(weakref.ref, cache.pools)
+    weakref.finalize(pool(), ended.set)
+    gc.collect()
+    assert pool() is not None
+    del cache
+    gc.collect()
+    assert ended.wait(PATIENCE)  # the mapper may be at work for it
+
+
+def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
+    """Tokens move to rows of another layout: both are on the pool meanwhile, and one is afterwards."""
+    pool = make_pool(device)
+    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), 400, pool=pool, lookahead=0)
+    gc.disable()  # nothing waits for it
+    try:
+        cache.update(*torch.randn(2, 1, 2, 40, 64, device=device), 0)
+        cache.update(*torch.randn(2, 1, 2, 40, 128, device=device), 1)
+    finally:
+        gc.enable()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert pool.stats().holders == 1
+    assert pool.trim() > 0
+    assert pool.stats().physical_bytes == sum(pages(cache)) * PAGE_SIZE[device]
+
+
+def test_what_a_pool_does_not_go_with_is_refused() -> None:
+    for arguments, message in (
+        ({"max_bytes": "1GiB"}, "beside a pool"),
+        ({"page_size": 4096}, "beside a pool"),
+        ({"pool": "60GiB"}, "FramePool"),
+    ):
+        with pytest.raises(vmmkv.ArgumentError, match=message):
+            VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
+
+
+def test_a_pool_of_another_device_is_refused_before_anything_is_written() -> None:
+    cache = full_layers(make_pool("cpu"))
+    with pytest.raises(vmmkv.DeviceError, match="pool of this cache is on cpu"):
+        cache.update(*torch.randn(2, 1, 2, 4, 16, device="meta"), 0)
+    assert cache.kv_caches == []
+    fill(cache, 1, 4, "cpu")

@@ -13,7 +13,6 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,7 +37,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
 from vmmkv.driver.driver import open_driver
-from vmmkv.integrations.batch import Batch
 from vmmkv.integrations.layers import VmmLayer
 from vmmkv.integrations.transformers import VmmCache
 
@@ -283,16 +281,6 @@ def test_names_and_values_are_those_of_a_dynamic_cache(pair: Pair) -> None:
             assert states[2] is None or states[2] == others[2]
     with pytest.raises(TypeError, match="not subscriptable"):
         cache[0]
-
-
-def test_a_shallow_copy_is_an_alias(pair: Pair) -> None:
-    aliases = [copy.copy(each) for each in pair]
-    forward("cpu", 2, 9, *aliases)
-    forward("cpu", 2, 1, *pair)
-    check_same_state(*pair)
-    check_same_state(*aliases)
-    aliases[0].reset()
-    assert pair[0].get_seq_length() == 0
 
 
 def test_assignments_write_over_what_is_there(pair: Pair, mixed_config: PreTrainedConfig) -> None:
@@ -595,26 +583,6 @@ def test_each_device_has_rows_of_its_own(mixed_config: PreTrainedConfig, devices
         assert moved != devices or [kv_cache.stats().pages_created for kv_cache in cache.kv_caches] == made
     for kv_cache in cache.kv_caches:
         kv_cache.check()
-
-
-@pytest.mark.usefixtures("_devices_by_name")
-def test_a_move_that_finds_no_memory_changes_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, reference = pair
-    kv = random_kv("cpu", 2, 9)
-    for index in range(2):
-        cache.update(*on(0, *kv), index)
-        reference.update(*kv, index)
-    before = places(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(Batch, "copy", Mock(side_effect=vmmkv.OutOfPagesError("none left", requested=1, available=0)))
-        with pytest.raises(vmmkv.OutOfPagesError):
-            cache.update(*on(1, *kv), 2)
-    assert places(cache) == before
-    for index in range(2, 4):
-        cache.update(*on(1, *kv), index)
-        reference.update(*kv, index)
-    check_same_state(cache, reference)
-    assert places(cache) == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
 
 @pytest.mark.usefixtures("_devices_by_name")
