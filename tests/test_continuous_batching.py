@@ -168,7 +168,7 @@ class ByHand:
     def end(self) -> None:
         self.made.remove(self)
         self.processor.reset()
-        self.manager.model.set_attn_implementation("eager")
+        self.manager.destroy()
 
 
 # ---------------------------------------------------------------------- the same tokens
@@ -231,8 +231,8 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
 # ---------------------------------------------------------------------- what becomes of requests
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("host", [0.0, 0.001, 0.00003], ids=["computed anew", "moved to the host", "which is full"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
 @pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
 def test_whatever_becomes_of_requests_their_tokens_are_those_of_generate(model: PreTrainedModel, host: float) -> None:
     """Requests come, fork, and are cancelled; other users of the pool take its memory, and the driver refuses some. In

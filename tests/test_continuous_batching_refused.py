@@ -182,6 +182,7 @@ def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
     ids = torch.tensor(prompts)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     assert expected[0, -1] == (ends[0] if pad is None else pad)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
     assert model.generate(ids, cache_implementation="paged", **options)[0].equal(expected)
     results = model.generate_batch(prompts, GenerationConfig(**options, cache_implementation="paged"))
     assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]

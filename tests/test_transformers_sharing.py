@@ -332,7 +332,7 @@ def test_a_batch_without_room_for_more_is_as_before() -> None:
     forward(4, 1, cache, reference)
 
 
-# ---------------------------------------------------------------------- frame pools: what layer groups, copies and models share
+# ---------------------------------------------------------------------- frame pools
 
 
 def make_pool(device: str, pages: int = 512) -> vmmkv.FramePool:
