@@ -16,6 +16,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 
 from vmmkv.integrations import attention, compiled_layers
 from vmmkv.integrations.transformers import VmmCache
+from vmmkv.kernels.quantized import dequantize, quantize
+from vmmkv.layout import KV_DTYPES
 
 NEW = 16
 """Tokens behind a prompt of a dozen: together four windows of the tiny models, and several pages on the host."""
@@ -114,6 +116,20 @@ def pages(cache: VmmCache, state: str = "used") -> list[int]:
     """Pages of full attention and of windows, in this order."""
     by_length = sorted(cache.kv_caches, key=lambda kv_cache: -kv_cache.stats().tokens)
     return [kv_cache.stats().pages[state] for kv_cache in by_length]
+
+
+class RoundingCache(DynamicCache):
+    """What comes first attends to itself as it is, unless `always`, and what comes later to what was rounded."""
+
+    def __init__(self, config: Any, kv_dtype: str, always: bool = False) -> None:
+        super().__init__(config=config)
+        self.kv_dtype, self.always = kv_dtype, always
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        is_alone = not (self.always or self.get_seq_length(layer_idx))
+        rounded = (dequantize(*quantize(each, KV_DTYPES[self.kv_dtype]), each.dtype) for each in (keys, values))
+        attended = super().update(*rounded, layer_idx)
+        return (keys, values) if is_alone else attended
 
 
 # ---------------------------------------------------------------------- kernels and graphs

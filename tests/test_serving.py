@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -48,15 +47,14 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import uvicorn  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from transformers.cli.serving.utils import Modality  # noqa: E402
 
 from vmmkv.integrations import serving  # noqa: E402
 
 NEW = 24
 """Tokens of an answer."""
-ENDLESS = 8_000
+ENDLESS = 130_000
 """Tokens of an answer that its test does not wait for."""
-ROW = 8_192
+ROW = 1 << 17
 """Tokens of the longest request."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -479,18 +477,6 @@ def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
         with pytest.raises(SystemExit):
             typer.main.get_command(app).main([*arguments, "--max-bytes", "64MiB"], standalone_mode=False)
     assert not started.call_args.args[0].is_running()
-
-
-def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
-    """Models of pictures, and of sound, for which transformers knows no modality."""
-    state = serving.RowState(pytest.fail, continuous_batching=True)
-    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
-    models = serving.ModelManager(device="cpu")
-    whisper = SimpleNamespace(model=type("WhisperForConditionalGeneration", (), {})(), processor=object())
-    models.loaded_models["whisper@main"] = whisper  # type: ignore[assignment]
-    serving._build(models, None, None, None, None, None, generation_state=state)
-    assert state.is_cb_alive()
-    vmmkv.publication.unpublish()
 
 
 # ---------------------------------------------------------------------- signals

@@ -10,10 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import each_with_few
-from generation import PAGE_SIZE, check_same_generation, left_padding, random_tokens
+from generation import PAGE_SIZE, RoundingCache, check_same_generation, left_padding, random_tokens
 from generation import uncompiled as uncompiled
 from parity.batching import answer, config, without_kernels
-from rounding import RoundingCache
 from tiny_models import DECODER, tiny_model
 from transformers import Cache, EncoderDecoderCache, LlamaConfig
 
@@ -202,17 +201,3 @@ def test_copies_are_not_taken_for_what_is_kept(kv_dtype: str) -> None:
         with pytest.raises(vmmkv.UnsupportedError, match="8 bits"):
             write(states)
     assert torch.equal(states, expected)
-
-
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_same_memory_holds_nearly_twice_the_tokens(kv_dtype: str) -> None:
-    """Scales included, of heads of 128 in bf16; pages take as many more."""
-    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2, "head_dim": 128, "num_key_value_heads": 8})
-    used = []
-    for chosen in (None, kv_dtype):
-        cache = VmmCache(config, 4000, page_size=4096, kv_dtype=chosen)
-        for layer in range(2):
-            cache.update(*torch.zeros(2, 1, 8, 300, 128, dtype=torch.bfloat16), layer)
-        (kv_cache,) = cache.kv_caches
-        used.append(kv_cache.stats().pages["used"])
-    assert used[0] >= 1.9 * used[1]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS
-from generation import PAGE_SIZE, inside_a_graph, vmm_cache
+from generation import PAGE_SIZE, RoundingCache, inside_a_graph, vmm_cache
 from generation import reference_kernels as reference_kernels
-from rounding import RoundingCache
 from tiny_models import tiny_model
 from transformers import DynamicCache
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
-import weakref
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from random import Random
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PATIENCE, ROUNDS, on_driver, seed_alone
+from conftest import ROUNDS, on_driver, seed_alone
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens, vmm_cache
 from generation import kernels_for_all as kernels_for_all
@@ -30,7 +28,6 @@ from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, Mistra
 import vmmkv
 from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import open_driver
-from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
 
@@ -148,18 +145,6 @@ def test_what_is_full_lies_in_memory_once() -> None:
         check(each, expected)
         for kv_cache in each.kv_caches:
             kv_cache.check()
-
-
-@pytest.mark.parametrize("fitting", [0, 1, 3])
-def test_long_rows_leave_room_for_fewer_copies(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    row_bytes = 400 * vmmkv.KVLayout(4, 2, 16, torch.float32).token_bytes
-    monkeypatch.setattr(batch, "MAX_ADDRESSES", 64 * row_bytes * fitting + 1)
-    cache, reference = pair(1, 30)
-    family = [cache, *(copy.deepcopy(cache) for _ in range(4))]
-    assert sum(each.kv_caches == cache.kv_caches for each in family) == max(fitting, 1)
-    forward(1, 9, reference, *family)
-    for each in family:
-        check(each, reference)
 
 
 def test_who_looks_at_keys_may_write_to_them() -> None:
@@ -408,19 +393,6 @@ def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) 
     for cache, reference in ((twin, own), (shared, given), (loaded[0], own), (loaded[1], given)):
         for states, expected in zip(cache, reference, strict=True):
             assert all(map(torch.equal, states[:2], expected[:2]))
-
-
-def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
-    cache = vmm_cache(tiny_model("gemma3", "sdpa", device).config, device)
-    fill(cache, 1, 9, device)
-    ended = threading.Event()
-    (pool,) = map(weakref.ref, cache.pools)
-    weakref.finalize(pool(), ended.set)
-    gc.collect()
-    assert pool() is not None
-    del cache
-    gc.collect()
-    assert ended.wait(PATIENCE)  # the mapper may be at work for it
 
 
 def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
