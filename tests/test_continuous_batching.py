@@ -32,7 +32,7 @@ from vmmkv.integrations.batching import cache as row_cache
 from vmmkv.integrations.batching import processor
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.requests import Ranks, Requests
+from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -388,25 +388,6 @@ def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedMo
     manager.add_request(first.prompt, "chat")
     manager.cancel_request("chat")
     assert not by_hand.step()
-
-
-class Adapters:
-    """In the place of `Weights`: the adapter in use."""
-
-    def __init__(self) -> None:
-        self.used: list[str] = ["one"]
-
-    def use(self, name: str) -> None:
-        self.used += [name] * (name != self.used[-1])
-
-    def switches(self) -> int:
-        return len(self.used)
-
-    def key(self) -> str:
-        return self.used[-1]
-
-
-ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0, float("inf")])

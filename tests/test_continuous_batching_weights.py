@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import transformers
 from conftest import PATIENCE, join
 from parity.batching import Answer, answer
-from test_continuous_batching import ONE, Adapters, Served, answers, check_batch, on_rows, pool
+from test_continuous_batching import Served, answers, check_batch, on_rows, pool
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, WINDOW, tiny_model
 from transformers import PreTrainedModel
@@ -24,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
-from vmmkv.integrations.batching.requests import Requests
+from vmmkv.integrations.batching.requests import Ranks, Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
 from vmmkv.integrations.scaled_states import ScaledStates
 
@@ -150,6 +151,25 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
         assert served.cache.stats().cached_tokens > 0
+
+
+class Adapters:
+    """In the place of `Weights`: the adapter in use."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = ["one"]
+
+    def use(self, name: str) -> None:
+        self.used += [name] * (name != self.used[-1])
+
+    def switches(self) -> int:
+        return len(self.used)
+
+    def key(self) -> str:
+        return self.used[-1]
+
+
+ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 def test_what_two_adapters_have_made_is_nobodys_beginning_nor_what_forks_from_it() -> None:

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ from generation import kernels_for_all as kernels_for_all
 from generation import mixed_config as mixed_config
 from generation import reference_kernels as reference_kernels
 from generation import uncompiled as uncompiled
+from interruption import interrupted
 from tiny_models import DECODER, MODELS, WIDE_MODELS, skip_unsupported, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, masking_utils
@@ -61,7 +60,6 @@ pytestmark = [
 SEQ2SEQ = ["bart", "t5"]
 WIDE = ["llama-gqa-wide", "gemma3-wide", "gemma4"]
 """For the last there are no kernels."""
-INTEGRATIONS = str(Path(vmmkv.integrations.__file__).parent)
 INTERRUPTS = 6 * ROUNDS
 """How often an operation is interrupted, each time somewhere else."""
 
@@ -416,34 +414,6 @@ def test_a_pass_that_has_left_layers_out_is_told_of(compile: bool, device: str) 
             run(1, layers)
 
 
-def interrupt(line: int, run: Callable[[], object]) -> int:
-    """Runs something, and Ctrl-C at a line of the integration. Returns at which it was."""
-    seen = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
-        nonlocal seen
-        seen += event == "line"
-        if seen > line:
-            raise KeyboardInterrupt
-        return count
-
-    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
-        return count if frame.f_code.co_filename.startswith(INTEGRATIONS) else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    left = sys.exc_info()[1]  # Python takes it for handled still, where the interrupt came as an `except` ended
-    while left:
-        left.__traceback__, left = None, left.__context__  # whose frames hold what was interrupted
-    return seen
-
-
 Tokens = list[tuple[torch.Tensor, torch.Tensor]]
 """K and V for each layer."""
 
@@ -457,13 +427,9 @@ def write(cache: Cache, kv: Tokens) -> None:
         cache.update(*states, index)
 
 
-def hold_the_same(cache: Cache, other: Cache) -> bool:
-    pairs = [
-        pair
-        for one, two in zip(cache.layers, other.layers)
-        for pair in ((one.keys, two.keys), (one.values, two.values))
-    ]
-    return all(states.shape == expected.shape and torch.equal(states, expected) for states, expected in pairs)
+def hold_the_same(*caches: Cache) -> bool:
+    held = [[states for layer in cache.layers for states in (layer.keys, layer.values)] for cache in caches]
+    return all(map(torch.equal, *held))
 
 
 CHANGES: dict[str, Callable[[Cache, Tokens], object]] = {
@@ -509,8 +475,8 @@ def test_an_interrupt_anywhere(change: str, compile: bool, device: str, mixed_co
         if change == "graph":
             cache.get_mask_sizes(20, 0)
         with inside_a_graph() if change == "graph" else nullcontext():
-            at = int(random.integers(lines)) if lines else sys.maxsize  # nowhere at first
-            lines = max(lines, interrupt(at, partial(CHANGES[change], cache, kv)))
+            at = int(random.integers(1, lines)) if lines else sys.maxsize  # nowhere at first
+            lines = interrupted(partial(CHANGES[change], cache, kv), at) or lines
         after = DynamicCache(config=config) if change == "reset" else copy.deepcopy(before)  # 5.17 keeps its length
         CHANGES[change](after, kv)
         kv = new_tokens(device, 2, 3, layers)
