@@ -100,38 +100,30 @@ def test_hybrid_layers(name: str, num_beams: int, device: str) -> None:
     assert all(kv_cache.stats().tokens for kv_cache in cache.kv_caches)
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", [*HYBRIDS, "qwen3-next"])
 def test_hybrid_layers_between_generations(name: str) -> None:
-    """A copy and a pickle go on as the original does; a reset makes room for another number of sequences."""
-    model = make_model(*HYBRIDS[name])
-    cache, reference = vmm_cache(model.config, "cpu"), DynamicCache(config=model.config)
-    prompt, more = random_tokens(model, 2, 20), random_tokens(model, 2, 3, seed=5)
-    with torch.no_grad():
-        for each in (cache, reference):
-            model(prompt, past_key_values=each)
-        twins = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
-        expected = model(more, past_key_values=reference).logits
-        for twin in twins:
-            torch.testing.assert_close(model(more, past_key_values=twin).logits, expected, atol=1e-4, rtol=1e-4)
-    cache.reset()
-    check_same_generation(model, random_tokens(model, 3, 12), DynamicCache(config=model.config), cache)
-
-
-@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1", "zamba2", "deepseek-v32"])
-def test_sequences_are_selected_with_all_that_layers_keep(name: str) -> None:
-    """Against the same sequences in another order from the start."""
+    """Copies and pickles go on as the original does, selected sequences as if they had been there from the start; and a
+    reset makes room for another number of sequences."""
     model = tiny_model(name, "sdpa", "cpu") if name in MODELS else make_model(*HYBRIDS[name])
-    prompt, more = random_tokens(model, 3, 12), random_tokens(model, 4, 2, seed=5)
-    order = torch.tensor([2, 0, 2, 1])
-    cache, expected = vmm_cache(model.config, "cpu"), vmm_cache(model.config, "cpu")
-    with torch.no_grad():
-        model(prompt, past_key_values=cache)
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(2 * order)
-        model(prompt[order], past_key_values=expected)
-        logits = [model(more, past_key_values=each).logits for each in (cache, expected)]
+    prompt, more, end = (random_tokens(model, 2, tokens, seed=tokens) for tokens in (20, 3, 2))
+    reference, cache = caches(model)
+    for each in (cache, reference):
+        model(prompt, past_key_values=each)
+    expected = model(more, past_key_values=reference).logits
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        torch.testing.assert_close(model(more, past_key_values=twin).logits, expected, atol=1e-4, rtol=1e-4)
+    order = torch.tensor([1, 1, 0])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(2 * order)
+    selected = caches(model)[1]
+    for tokens in (prompt, more):
+        model(tokens[order], past_key_values=selected)
+    logits = [model(end[order], past_key_values=each).logits for each in (cache, selected)]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    cache.reset()
+    check_same_generation(model, random_tokens(model, 3, 12), caches(model)[0], cache)
 
 
 def test_layers_of_other_kinds_are_named_once() -> None:
