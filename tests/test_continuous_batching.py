@@ -335,29 +335,6 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
         assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 3) // page * page
 
 
-@pytest.mark.parametrize("end", ["finished", "cancelled", "moved away"])
-def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrainedModel, end: str) -> None:
-    random = Random()
-    prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
-    by_hand = ByHand(model)
-    name = by_hand.manager.add_request(prompt, max_new_tokens=50 if end == "finished" else 200)
-    with patch.object(Requests, "commit", autospec=True) as commit:
-        for _ in range(70):
-            by_hand.step()
-        state = by_hand.processor.scheduler.active_requests.get(name)
-        if end == "cancelled":
-            by_hand.manager.cancel_request(name)
-            by_hand.step()
-        elif end == "moved away":
-            by_hand.processor.cache.free_blocks(name, no_cache=True)
-    *first, last = (call.args[2] for call in commit.call_args_list)
-    tokens = state.generated_tokens if state else by_hand.manager.get_result().generated_tokens
-    assert len(tokens) >= 50
-    assert last == [*prompt, *tokens[:-1]]
-    assert first
-    assert all(each == prompt[: len(each)] for each in first)
-
-
 def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 1, most=60)
     with Served(model, allow_block_sharing=False) as served:

@@ -390,34 +390,6 @@ def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
 # ---------------------------------------------------------------------- compiled forward passes
 
 
-@pytest.mark.parametrize(
-    ("options", "compiled"),
-    [
-        ({"default_compile_level": 1}, {"prompts", "decode"}),
-        ({"varlen_compile_config": transformers.CompileConfig(mode="default")}, {"prompts"}),
-        ({"decode_compile_config": transformers.CompileConfig(mode="default")}, {"decode"}),
-    ],
-    ids=["both", "prompts", "decode"],
-)
-def test_forward_passes_are_compiled_as_the_config_says(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: set[str]
-) -> None:
-    """Which those are: the compiler is not run here."""
-    expected, ran = answers(model, Random(), 2), set()
-
-    def compile_(forward: Any, **_: Any) -> Any:
-        def run(model: Any, batch: dict[str, Any], *given: Any) -> None:
-            ran.add("prompts" if batch["block_table"] is None else "decode")
-            forward(model, batch, *given)
-
-        return run
-
-    monkeypatch.setattr(model_runner.torch, "compile", compile_)
-    with Served(model, **options) as served:
-        served.check(expected)
-    assert ran == compiled
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["llama-gqa", "mistral", "gemma2", "gpt-oss"], indirect=True)
 def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
