@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import PATIENCE, join
+from conftest import PATIENCE, join, soon
 from parity.batching import NEW, Answer, answer, config
 from test_continuous_batching import PAGE_SIZE, ByHand, Served
 from test_continuous_batching import answers as answers_of
@@ -110,17 +109,10 @@ def test_without_host_memory_requests_go_on(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool)
     with Served(model) as served:
         names = served.ask(expected, max_new_tokens=60)
-        wait_until(lambda: pool.stats().used_bytes)
+        soon(lambda: pool.stats().used_bytes)
         with pytest.raises(vmmkv.VmmkvError, match="host"):
             rows.sleep(model, offload=True)
         served.check_results(names)
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.001)
 
 
 def test_verls_words(model: PreTrainedModel) -> None:
@@ -260,7 +252,7 @@ def test_an_interrupted_call_leaves_nothing_behind(model: PreTrainedModel, new: 
         pytest.raises(KeyboardInterrupt),
     ):
         model.generate_batch([[5] * 20], max_new_tokens=new, **config())
-    wait_until(lambda: not manager.is_running())
+    soon(lambda: not manager.is_running())
     assert physical(pool) == 0
     check(model, expected)
     assert rows.managers_of(model) == [manager]
@@ -271,7 +263,7 @@ def test_where_one_manager_cannot_sleep_none_does(model: PreTrainedModel) -> Non
     rows.enable(model, pool=pool)
     with Served(model) as idle, Served(model) as busy:
         busy.manager.add_request([5] * 20, max_new_tokens=400)
-        wait_until(lambda: pool.stats().used_bytes)
+        soon(lambda: pool.stats().used_bytes)
         with pytest.raises(vmmkv.BusyError), patch.object(rows, "managers_of", lambda _: [idle.manager, busy.manager]):
             rows.sleep(model)
         assert not idle.manager.is_asleep
@@ -308,7 +300,7 @@ def test_memory_that_others_took_meanwhile(model: PreTrainedModel) -> None:
     try:
         with Served(two, cpu_offload_space=0.01) as served:
             names = served.ask(expected, max_new_tokens=60)
-            wait_until(lambda: pool.stats().used_bytes)
+            soon(lambda: pool.stats().used_bytes)
             with (
                 served.manager.pause(),
                 patch.object(vmmkv.Sequence, "suspend", no_room),
