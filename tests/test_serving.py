@@ -260,6 +260,7 @@ def test_200_clients_that_disconnect_leave_no_request_and_no_row(llama: str) -> 
 
     async def all_of_them(address: str) -> list[str | None]:
         async with client(address) as server:
+            await ask(llama, server, answer.prompt, chat=False, stream=False)  # until there is a model none can begin
             asked = [ask(llama, server, answer.prompt, chat=False, stream=number % 2 == 0) for number in range(8)]
             return await asyncio.gather(*asked, *(disconnect(int(address.rpartition(":")[2])) for _ in range(200)))
 

@@ -81,6 +81,7 @@ DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @torch.no_grad()
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("cache", ["DynamicCache", "VmmCache", "compile"])
 @pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
