@@ -133,6 +133,7 @@ def test_what_is_full_lies_in_memory_once() -> None:
         family.append((copy.deepcopy(source), copy.deepcopy(expected)))
     assert all(each.kv_caches == cache.kv_caches for each, _ in family)
     assert used(cache) == pages
+    assert copy.deepcopy(cache).kv_caches != cache.kv_caches, "there are no rows left: it was copied"
     for each, expected in family:
         forward(3, Random().randint(1, 20), each, expected)
     for kv_cache in cache.kv_caches:

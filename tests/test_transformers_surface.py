@@ -364,6 +364,7 @@ SELECTIONS: dict[str, Any] = {
 def test_selections(pair: Pair, mixed_config: PreTrainedConfig, name: str) -> None:
     cache, reference = pair
     forward("cpu", 3, 10, *pair)
+    vmm_cache(mixed_config, "cpu").batch_select_indices(SELECTIONS[name])  # of nothing
     cache.batch_select_indices(SELECTIONS[name])
     if not cache.get_seq_length():
         assert "a" in name
@@ -373,6 +374,8 @@ def test_selections(pair: Pair, mixed_config: PreTrainedConfig, name: str) -> No
     else:
         reference.batch_select_indices(SELECTIONS[name])
     check_same_state(cache, reference)
+    cache.layers[1].batch_select_indices(torch.tensor([], dtype=torch.long))
+    assert cache.get_seq_length(1) == 0
 
 
 def test_selections_of_sequences_that_are_not_there(pair: Pair) -> None:
