@@ -6,10 +6,10 @@ BIN := .venv/bin
 
 .PHONY: demo test lint benchmarks notebooks docs
 
-# Two GPUs are needed to send between them, and a trace to replay it: `make benchmarks TRACE=FILE`.
+# Two GPUs are needed to send between them.
 TRANSFER = "transfer$(shell nvidia-smi -L 2>/dev/null | grep -q 'GPU 1' || echo ' --device cpu')"
 BENCHMARKS = fragmentation pools "core --device null" mapper sharing swap $(TRANSFER) prefixes prefix_tree \
-	$(if $(TRACE),"prefix_trace --trace $(TRACE)") eight_bits generate serve
+	eight_bits generate serve
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"

@@ -64,7 +64,6 @@ GRACE = 10.0
 SERVE = "serve --budget-seconds {seconds} --json {json}"
 BATCHING = "batching --trace {conv} --memory 16GiB --seconds 20 --rounds 1 --json --model"
 BATCHING_VLLM = "--vllm {vllm} --budget-seconds {seconds}"
-GENERATE = "generate --budget-seconds {seconds} --json --only"
 GPU, SERVING, GPUS, HOST = Kind
 BENCHMARKS = {
     # The results of the README come first: a machine may be lost.
@@ -78,12 +77,6 @@ BENCHMARKS = {
         f"{SERVE} --vllm {{vllm}} --rounds 2 --memory 16GiB --requests 300 --trace {{conv}} --backends vmm"
         " --backends vllm",
     ),
-    "serve_pressure": Benchmark(
-        SERVING,
-        1.8,
-        f"{SERVE} --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}} --backends vmm"
-        " --backends vmm+suspend --backends paged",
-    ),
     "serve_reuse": Benchmark(
         SERVING,
         3.9,
@@ -92,17 +85,7 @@ BENCHMARKS = {
         " --backends paged+reuse --backends vllm+reuse",
         "--vllm {vllm}",
     ),
-    "serve_vllm_qwen3": Benchmark(
-        SERVING,
-        4.8,
-        f"{SERVE} --vllm {{vllm}} --memory 16GiB --requests 300 --trace {{conv}} --model qwen3-0.6b"
-        " --backends vmm --backends paged --backends vllm",
-    ),
-    "generate": Benchmark(GPU, 4, f"{GENERATE} Llama-3.1-8B"),
-    "generate_qwen3": Benchmark(GPU, 3, f"{GENERATE} Qwen3-0.6B"),
-    "demo_azure": Benchmark(
-        GPU, 1.2, "demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
-    ),
+    "generate": Benchmark(GPU, 4, "generate --budget-seconds {seconds} --json --only Llama-3.1-8B"),
     "batching": Benchmark(GPU, 3.2, f"{BATCHING} Llama-3.1-8B", BATCHING_VLLM),
     "batching_qwen3": Benchmark(GPU, 3, f"{BATCHING} Qwen3-0.6B", BATCHING_VLLM),
     "core": Benchmark(GPU, 1.2, "core --json"),
@@ -114,15 +97,15 @@ BENCHMARKS = {
     "swap": Benchmark(GPU, 1, "swap --json"),
     "attention_shapes": Benchmark(GPU, 0.4, "attention --only shapes --json"),
     "attention_prompts": Benchmark(GPU, 1, "attention --only prompts --json"),
-    "check_kernels": Benchmark(GPU, 5, "check_kernels --json"),
+    "check_kernels": Benchmark(SERVING, 5, "check_kernels --json"),
     "pools": Benchmark(
-        GPUS,
-        2.7,
-        "pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
+        GPU,
+        2.5,
+        "pools --rounds 1 --requests 120 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
     ),
+    "rollouts": Benchmark(GPU, 3, "rollouts --json"),
     "transfer": Benchmark(GPUS, 0.6, "transfer --rounds 10 --json"),
     "prefix_tree": Benchmark(HOST, 1, "prefix_tree --json"),
-    "prefix_trace": Benchmark(HOST, 6, "prefix_trace --trace {mooncake} --json"),
     "eight_bits": Benchmark(HOST, 2, "eight_bits --json"),
     "fragmentation": Benchmark(HOST, 8, "fragmentation --trace {conv} --json"),
 }

@@ -1,11 +1,11 @@
 """transformers' continuous batching on rows, beside its own on blocks and beside vLLM: the same requests, all waiting.
 
-    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--vllm DIR]
+    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--vllm DIR]
                                   [--json]
 
 Requests have the lengths of a trace; tokens and weights are random. A run that is not done after some seconds is
 stopped, and measured by the tokens until then. Rows run uncompiled, compiled, and compiled without reuse; blocks with
-`sdpa` (or `--attention NAME`). Then first tokens of prompts of which nine tenths are known, and of others. vLLM serves
+`sdpa`. Then first tokens of prompts of which nine tenths are known, and of others. vLLM serves
 the same requests at the end, where it is installed, or `--vllm` names a folder in which it is unpacked, as often as
 there is time for. Without a GPU a tiny model runs, with lengths divided by 16, and speeds say nothing.
 """
@@ -38,8 +38,8 @@ from .output import Lines, Row, deliver
 from .serve import vllm_peer
 from .serve.workloads import Limits, Workload, make_workload
 
-BLOCKS = "blocks, "
-"""The beginning of the names of runs on transformers' own cache; the attention follows."""
+BLOCKS = "blocks, sdpa"
+"""transformers' own cache."""
 ROWS, COMPILED, NO_REUSE = "rows", "rows, compiled", "rows, compiled, without reuse"
 SYSTEMS: dict[str, Row] = {
     ROWS: {},
@@ -68,7 +68,6 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
-    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; sdpa.")] = None,
     vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked.")] = None,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: JsonOutput = False,
@@ -83,7 +82,7 @@ def main(
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
     prompt = min(16_384, longest * 3 // 4)
-    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attention or ["sdpa"], prompt)
+    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, prompt)
     result = {
         "environment": facts,
         "model": name,
@@ -100,10 +99,9 @@ def main(
 
 
 def serve(
-    model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, attentions: list[str], prompt: int
+    model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, prompt: int
 ) -> tuple[list[Row], Row]:
-    """Figures of all runs, on rows and then one on blocks with each attention, and of first tokens of a prompt of so
-    many tokens on rows."""
+    """Figures of all runs, on rows and then on blocks, and of first tokens of a prompt of so many tokens on rows."""
     made: list[Row] = []
     first: Row = {}
     for system in SYSTEMS if model.device.type == "cuda" else (ROWS,):
@@ -114,11 +112,9 @@ def serve(
                 first = first_tokens(manager, model.config.vocab_size, prompt)
             idle = idle_bytes(manager)
             made += [row | {"idle_bytes": idle} for row in each]
-    for attention in attentions:
-        model.set_attn_implementation(attention)
-        with manager_of(model, BLOCKS + attention, nbytes) as manager:
-            row = run(manager, BLOCKS + attention, workload, 0, seconds)
-            made.append(row | {"idle_bytes": idle_bytes(manager)})
+    model.set_attn_implementation("sdpa")
+    with manager_of(model, BLOCKS, nbytes) as manager:
+        made.append(run(manager, BLOCKS, workload, 0, seconds) | {"idle_bytes": idle_bytes(manager)})
     return made, first
 
 

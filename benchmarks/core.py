@@ -108,18 +108,15 @@ class Bench:
         cache = self.cache(4 * BATCH, BATCH, 4)
         base = self.driver.reserve(BATCH * 4 * self.size)
 
-        def by_core(extend: Callable[[list[Sequence]], Callable[[], object]]) -> Callable[[], float]:
-            def run() -> float:
-                sequences = [cache.start(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
-                grow = extend(sequences)
-                for _ in range(3):
-                    grow()
-                took = microseconds(grow)
-                cache.free(sequences)
-                cache.pool.trim_to()
-                return took
-
-            return run
+        def by_core() -> float:
+            sequences = [cache.start(TOKENS - 3 if index < crossing else 1) for index in range(BATCH)]
+            grow = cache.batch(sequences).extend
+            for _ in range(3):
+                grow()
+            took = microseconds(grow)
+            cache.free(sequences)
+            cache.pool.trim_to()
+            return took
 
         def by_hand() -> float:
             handles: list[int] = []
@@ -137,11 +134,7 @@ class Bench:
                 self.hand.release(each)
             return took
 
-        sides: Sides = {
-            "core": by_core(lambda sequences: cache.batch(sequences).extend),
-            "core, by list": by_core(lambda sequences: lambda: cache.extend(sequences, 1)),
-        }
-        return sides | ({"by hand": by_hand} if crossing else {})
+        return {"core": by_core} | ({"by hand": by_hand} if crossing else {})
 
     def ending(self, parked: int) -> tuple[Sides, Sides]:
         """Free a sequence of four pages, and start one on its row, beside parked rows."""
@@ -159,30 +152,6 @@ class Bench:
             return microseconds(lambda: held.__setitem__(0, cache.start(tokens)))
 
         return {"core": free}, {"core": adopt}
-
-    def fork(self, pages: int = 512) -> Sides:
-        """Fork a sequence of full pages."""
-        base, handles = self.driver.reserve(pages * self.size), [self.hand.create() for _ in range(pages)]
-        cache = self.cache(pages + 8, 2, pages + 8)
-        parent, children = cache.start(pages * TOKENS), list[Sequence]()
-
-        def by_core() -> float:
-            took = microseconds(lambda: children.append(parent.fork()))
-            children.pop().free()
-            cache.pool.trim_to()
-            return took
-
-        def share() -> None:
-            for page, handle in enumerate(handles):
-                self.hand.map(base + page * self.size, handle)
-            self.hand.access(base, pages, False)
-
-        def by_hand() -> float:
-            took = microseconds(share)
-            self.hand.unmap(base, pages)
-            return took
-
-        return {"core": by_core, "by hand": by_hand}
 
     def prompt(self, tokens: int, sequences: int = 1) -> Sides:
         """Start sequences with a prompt, on large frames, from an empty pool."""
@@ -229,7 +198,6 @@ class Bench:
             free, adopt = self.ending(parked)
             yield f"free, beside {parked:,} parked rows", free
             yield f"adopt, beside {parked:,} parked rows", adopt
-        yield "fork 512 pages", self.fork()
         yield "a prompt of 8,192 tokens", self.prompt(8192)
         yield "60 prompts of 1,024 tokens", self.prompt(1024, 60)
 

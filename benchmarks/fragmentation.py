@@ -22,14 +22,14 @@ from rich.progress import track
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
-from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
+from vmmkv.cli.options import JsonOutput, TraceFile
 from vmmkv.cli.output import errors
 from vmmkv.core.addresses import ADDRESS_LIMIT
 from vmmkv.driver.host import NullDriver
-from vmmkv.workload import Request, conversations, name_of, read_trace
+from vmmkv.workload import Request, conversations, read_trace
 
 from .environment import environment
-from .output import Lines, Row, deliver
+from .output import Lines, Row, deliver, name_of
 
 MODELS = {
     "Llama-2-7B": KVLayout(num_layers=32, num_kv_heads=32, head_dim=128),
@@ -177,7 +177,7 @@ def main(
         int | None, typer.Option(min=1, help="How many; the whole trace by default, 2,000 without one.")
     ] = None,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Longer requests are left out.")] = 8192,
-    seed: LengthsSeed = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")] = 0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure waste and admitted sequences of each way to lay out a KV cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from vmmkv.cli.output import console, make_table, print_json
@@ -32,3 +33,8 @@ def deliver(result: Row, json_output: bool, tables: Mapping[str, Callable[[Row],
 def to_json(result: Row) -> str:
     """A result as JSON, with each list of numbers on one line."""
     return re.sub(r"\[[\d\s.,eE+\-\[\]]+\]", lambda found: "".join(found[0].split()), json.dumps(result, indent=2))
+
+
+def name_of(trace: Path | None) -> str:
+    """The name of the replayed requests in results."""
+    return trace.name if trace else "lognormal, those of vmmkv.workload.conversations"

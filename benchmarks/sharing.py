@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Annotated
 
 import numpy as np
@@ -159,10 +158,8 @@ def sampling(driver: Driver, layout: KVLayout, tokens: int, samples: int, new_to
         content = fill(prompt)
         batch = [prompt, *cache.fork_many(prompt, samples - 1)]
         forked = cache.stats().pages["used"]
-        start = perf_counter()
         for _ in range(new_tokens):
             cache.extend(batch, 1)
-        seconds = perf_counter() - start
         used, shared = cache.stats().pages["used"], int((cache.page_map() == SHARED_PAGE).sum())
         for number, sample in enumerate(batch):
             sample.k(0)[tokens:] = number
@@ -180,7 +177,6 @@ def sampling(driver: Driver, layout: KVLayout, tokens: int, samples: int, new_to
         "pages_shared": shared,
         "pages_once_and_own": full + samples * own,
         "pages_separate": samples * separate,
-        "extend_ms_a_step": seconds / new_tokens * 1e3,
     }
 
 

@@ -4,18 +4,14 @@
 
 The same bytes go to the host and back in several ways, in turns: from a plain tensor to pinned memory in one copy; by
 `Sequence.suspend` and `Sequence.resume`, onto pages that are still there and onto new ones; and as a cache of blocks
-has to, in scattered pieces, which go by one call of `cuMemcpyBatchAsync`, or are gathered into a buffer and scattered
-from there. A time is from the call until the device has done.
+has to, in pieces, which are gathered into a buffer and scattered from there. A time ends when the device has done.
 """
 
 from __future__ import annotations
 
-import ctypes
 from time import perf_counter
 from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import typer
 from rich.progress import track
@@ -31,10 +27,6 @@ from .output import Lines, Row, deliver
 from .transfer import PIECE, PLAIN, WARM_UP, figures, in_turn
 
 GATHERED = f"pieces of {format_bytes(PIECE)}, gathered"
-BATCHED = f"pieces of {format_bytes(PIECE)}, one batch of copies"
-IN_STREAM_ORDER = 1
-"""`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`."""
-Places = npt.NDArray[np.uint64]
 SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
 
 
@@ -79,36 +71,6 @@ class Gathered(Plain):
     def back(self) -> None:
         self.buffer.copy_(self.host.view(-1, PIECE), non_blocking=True)
         self.pieces.index_copy_(0, self.places, self.buffer)
-
-
-class Batched(Plain):
-    """Pieces that lie anywhere, on a GPU: the driver copies each, and is told of all in one call from C arrays."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes, device)
-        self.call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
-        count = nbytes // PIECE
-        self.places = self.memory.data_ptr() + torch.randperm(count).numpy().astype(np.uint64) * PIECE
-        self.host_places = self.host.data_ptr() + np.arange(count, dtype=np.uint64) * PIECE
-        self.sizes = np.full(count, PIECE, np.uint64)
-        self.attributes = np.array([IN_STREAM_ORDER, 0, 0, 0, 0, 0], np.int32)  # CUmemcpyAttributes, without hints
-        self.first = np.zeros(1, np.uint64)
-        self.stream = torch.cuda.Stream(device)
-
-    def copy(self, targets: Places, sources: Places) -> None:
-        arrays = [each.ctypes.data_as(ctypes.c_void_p) for each in (targets, sources, self.sizes)]
-        attributes = [each.ctypes.data_as(ctypes.c_void_p) for each in (self.attributes, self.first)]
-        count, one = ctypes.c_size_t(len(self.sizes)), ctypes.c_size_t(1)
-        stream = ctypes.c_void_p(self.stream.cuda_stream)
-        status = self.call(*arrays, count, *attributes, one, stream)
-        if status:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with {status}")
-
-    def out(self) -> None:
-        self.copy(self.host_places, self.places)
-
-    def back(self) -> None:
-        self.copy(self.places, self.host_places)
 
 
 class Suspended:
@@ -187,8 +149,6 @@ def main(
             SUSPENDED_NEW: Suspended(cache, tokens, takes_pages=True),
             GATHERED: Gathered(nbytes, place),
         }
-        if on_gpu:
-            ways[BATCHED] = Batched(nbytes, place)
         out, back = measure(ways, place, rounds)
     result: Row = {
         "environment": facts,

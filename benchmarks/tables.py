@@ -10,14 +10,13 @@ from . import (
     batching,
     check_kernels,
     core,
-    demo,
     eight_bits,
     fragmentation,
     mapper,
     pools,
-    prefix_trace,
     prefix_tree,
     prefixes,
+    rollouts,
     sharing,
     swap,
     transfer,
@@ -50,7 +49,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def headline(large: Row, small: Row, generated: Row, replayed: Row) -> Lines:
     """The main figures beside those of others; for each transformers cache the fastest way to decode with it."""
     steps = generate.headline(generated)
-    waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
+    waste = {row["scheme"]: f"{row['waste']:.1%}" for row in replayed["runs"] if row["model"] == "Llama-3.1-8B"}
     rows = [
         *map(served_line, (large, small)),
         (
@@ -60,8 +59,8 @@ def headline(large: Row, small: Row, generated: Row, replayed: Row) -> Lines:
         ),
         (
             "waste: share of the used memory without tokens, requests of the Azure trace",
-            waste["vmmkv"],
-            f"{waste['block_table_16']} with a block table; {waste['static']} with room for 8,192 tokens each",
+            waste["token-major"],
+            f"{waste['block 16']} with a block table; {waste['static']} with room for 8,192 tokens each",
         ),
     ]
     return ("one GPU", "vmmkv", "others"), [(what, f"**{ours}**", theirs) for what, ours, theirs in rows]
@@ -87,14 +86,13 @@ def serving(result: Row) -> str:
 
 TABLES = {
     "headline": Table(
-        ("batching_gpu.json", "batching_qwen3_gpu.json", "generate_gpu.json", "demo_azure_gpu.json"), headline
+        ("batching_gpu.json", "batching_qwen3_gpu.json", "generate_gpu.json", "fragmentation.json"), headline
     ),
     "core": Table(("core_gpu.json",), core.table),
     "core-null": Table(("core_null_gpu.json",), core.table),
     "mapper-decode": Table(("mapper_gpu.json",), mapper.decode_table),
     "mapper-launches": Table(("mapper_gpu.json",), mapper.launch_table),
     "mapper-prompts": Table(("mapper_gpu.json",), mapper.prompt_table),
-    "demo": Table(("demo_azure_gpu.json",), demo.table),
     "static-reservation": Table(("fragmentation.json",), fragmentation.reservation_table),
     "fragmentation-waste": Table(("fragmentation.json",), fragmentation.waste_table),
     "fragmentation-batch": Table(("fragmentation.json",), fragmentation.batch_table),
@@ -105,9 +103,6 @@ TABLES = {
         ("generate_gpu.json",), generate.table("peak of K and V over live K and V", generate.peak)
     ),
     "generate-copies": Table(("generate_gpu.json",), generate.table("bytes copied in a step", generate.copied)),
-    "generate-step-qwen": Table(
-        ("generate_qwen3_gpu.json",), generate.table("ms a decode step", generate.step_ms, generate.QWEN)
-    ),
     "batching": Table(("batching_gpu.json",), batching.table),
     "batching-qwen3": Table(("batching_qwen3_gpu.json",), batching.table),
     "batching-first-tokens": Table(("batching_gpu.json",), batching.first_tokens_table),
@@ -116,7 +111,7 @@ TABLES = {
     ),
     **{
         f"serve-{name.replace('_', '-')}": Table((f"serve_{name}_gpu.json",), serving)
-        for name in ("rounds", "rounds_qwen3", "reuse", "pressure", "vllm", "vllm_qwen3")
+        for name in ("rounds", "rounds_qwen3", "reuse", "vllm")
     },
     "attention-decode": Table(("attention_gpu.json",), attention.decode_table),
     "attention-prefill": Table(("attention_gpu.json",), attention.prefill_table),
@@ -127,10 +122,10 @@ TABLES = {
     "samples": Table(("sharing_gpu.json",), sharing.sample_table),
     "beginnings": Table(("prefixes_gpu.json",), prefixes.table),
     "prefix-matches": Table(("prefix_tree.json",), prefix_tree.table),
-    "prefix-trace": Table(("prefix_trace.json",), prefix_trace.table),
     "swapping": Table(("swap_gpu.json",), swap.table),
     "handing-over": Table(("transfer_gpu.json",), transfer.table),
     "pools": Table(("pools_gpu.json",), pools.table),
     "pool-moves": Table(("pools_gpu.json",), pools.move_table),
+    "rollouts": Table(("rollouts_gpu.json",), rollouts.table),
     "eight-bits": Table(("eight_bits.json",), eight_bits.table),
 }

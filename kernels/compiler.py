@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -251,6 +253,7 @@ class Kernel:
         with suppress(OSError):  # it is not there, or cannot be read
             path = cache_folder() / f"{self._key(capability)}.ptx"
             return path.read_text()
+        _announce(self.name, path)
         bounds = self.threads, self.blocks_per_sm
         ptx = to_ptx(self.name, self.factory(*self.constants), self.structs, bounds, self._target(capability))
         if path is not None:
@@ -286,6 +289,18 @@ class Kernel:
     @cached_property
     def _simulated(self) -> Any:
         return cuda.jit(self.factory(*self.constants))
+
+
+_announced = -60.0
+
+
+def _announce(name: str, path: Path | None) -> None:
+    """Says what is being compiled: the first kernel in a minute, since a model needs several."""
+    global _announced
+    if time.monotonic() - _announced >= 60:
+        kept = f"once, for {path.parent}" if path else "for this process, since there is no folder to keep it"
+        print(f"vmmkv: compiling kernels {kept}: {name} and others, some seconds each ...", file=sys.stderr)
+        _announced = time.monotonic()
 
 
 def _copy_scope(scope: ir.Scope, memo: dict[int, Any]) -> ir.Scope:

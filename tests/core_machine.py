@@ -15,6 +15,7 @@ from random import Random
 
 import numpy as np
 import torch
+from core_rows import share_left
 from faulty import CALLS
 from simulated_device import SimulatedDevice, Stream
 
@@ -453,7 +454,7 @@ class Machine:
         lists = array("q", [word for frames in prefix.frames for word in (len(frames), *frames)])
         guest.prefixes.remove(prefix)  # it is not evicted meanwhile
         try:
-            sequence = cache.share(-1, len(prefix.tokens), key=prefix.key, frames=lists)
+            sequence = share_left(cache, -1, len(prefix.tokens), lists, key=prefix.key)
             self.models[index].append(Model(sequence, prefix.stream, prefix.key, list(prefix.tokens)))
         finally:
             guest.prefixes.append(prefix)
@@ -478,7 +479,7 @@ class Machine:
             if tokens > 0:
                 lists = array("q", [0] * len(cache.ranges))
                 try:
-                    sequence = cache.share(left.row, tokens, key=left.key, frames=lists)
+                    sequence = share_left(cache, left.row, tokens, lists, key=left.key)
                 except OutOfRowsError:
                     return
                 except UseAfterFreeError:  # its pages were needed

@@ -103,3 +103,17 @@ def given_up(pool: Pool, cache: Cache) -> None:
 
 def tickets_of(rows: list[Row]) -> array[int]:
     return array("q", [row.sequence.ticket for row in rows])
+
+
+def share_left(
+    cache: Cache, row: int, tokens: int, frames: array[int], *, key: int = 0, last: int | None = None
+) -> Sequence:
+    """Starts a sequence with tokens that a guest knows: on frames, and copied from a parked row; -1 is no row."""
+    left = int(cache.rows["last"][row]) if last is None else last
+    sequence = cache.start(key=key, avoid=row)
+    try:
+        cache.share_into(sequence.ticket, left << 24 | row if row >= 0 else -1, tokens, frames.buffer_info()[0])
+    except BaseException:
+        cache.free((sequence,))
+        raise
+    return sequence

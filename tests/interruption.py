@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 import vmmkv
-from vmmkv.driver import host
 
 SOURCES = str(Path(vmmkv.__file__).parent)
 
@@ -56,7 +55,6 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
                     raise Interruption
         return trace
 
-    host.check_mappings(1000)  # what else the process has is counted now and then: these lines come before
     before = sys.gettrace()
     gc.disable()  # what it collects is another's, and interrupted there for nothing
     sys.settrace(trace)

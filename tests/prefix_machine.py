@@ -374,18 +374,6 @@ class PrefixMachine(Machine):
             model.sequence.cache.part(model.sequence.ticket, token)
             Machine.write(self, model, token)
 
-    def do_pin(self, index: int) -> None:
-        """Pins nodes for a time."""
-        tables = Tables(self.trees[index])
-        there = [node for node in range(1, tables.fresh) if node not in tables.free and tables.nodes[node]["parent"]]
-        if there:
-            node = self.random.choice(there)
-            entries.pin(self.trees[index].address, node, 1)
-            self.trees[index].evict(self.random.choice([1, 1 << 30]))
-            Tables(self.trees[index]).check()
-            assert node not in Tables(self.trees[index]).free
-            entries.pin(self.trees[index].address, node, -1)
-
     def do_evict(self, index: int) -> None:
         self.now += self.random.choice([0, 5, 50])
         self.trees[index].evict(self.random.choice([1, 3, 10]))

@@ -161,7 +161,7 @@ def test_continuous_batching_is_measured_on_rows_and_blocks(monkeypatch: pytest.
     app = typer.Typer()
     app.command()(batching.main)
     sizes = "--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB"
-    done = CliRunner().invoke(app, [*sizes, "--attention", "sdpa", "--json"])
+    done = CliRunner().invoke(app, [*sizes, "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert [(row["system"], row["round"]) for row in result["served"]] == [("rows", 0), ("blocks, sdpa", 0)]
@@ -210,22 +210,6 @@ def test_reuse_is_measured_on_rows_and_blocks(tmp_path: Path) -> None:
         assert row["idle_bytes"] == (0 if "vmm" in backend else row["peak_bytes"])
     _, lines = tables.TABLES["rows-beside-blocks"].write(result)
     assert len(lines) == 4
-
-
-def test_long_answers_are_preempted_and_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
-    trace = tmp_path / "long.jsonl"
-    trace.write_text('{"input_length": 8, "output_length": 50}\n' * 8)
-    sizes = "--memory", "256KiB", "--chunk", "64", "--rounds", "1", "--backends", "vmm", "--backends", "vmm+suspend"
-    result = measured(tmp_path, "--trace", str(trace), "--lengthen", "4", *sizes)
-    anew, suspended = (next(row for row in result["serving"] if row["backend"] == n) for n in ("vmm", "vmm+suspend"))
-    assert anew["finished"] == suspended["finished"] == 8
-    assert anew["preemptions"] > anew["suspensions"] == 0
-    assert 0 < suspended["suspensions"] <= suspended["preemptions"]  # as far as the host has room
-    assert result["preempting"]["suspends"]
-    assert result["workloads"][0]["output_tokens"] == 8 * 200
-    assert anew["trace"] == "long, answers x 4"
-    assert anew["recomputed_tokens"] >= 8 * anew["preemptions"]  # prompts, and parts of answers
-    assert suspended["recomputed_tokens"] < anew["recomputed_tokens"]
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 import resource
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,9 +25,9 @@ from benchmarks import (
     fragmentation,
     mapper,
     pools,
-    prefix_trace,
     prefix_tree,
     prefixes,
+    rollouts,
     sharing,
     swap,
     tables,
@@ -38,7 +37,7 @@ from benchmarks.engine.model import MODELS
 from benchmarks.geometry import SMALL
 from benchmarks.serve import measure
 from vmmkv.driver.driver import open_driver
-from vmmkv.workload import Request, TraceError
+from vmmkv.workload import Request
 
 SIZE = 16 * SMALL.token_bytes
 CPU = torch.device("cpu")
@@ -66,7 +65,7 @@ def test_core() -> None:
     result = measured(core, "--device null --rounds 2 --parked 100", "core", "core-null")
     for case in result["cases"]:
         assert all(0 < side["p10_us"] <= side["us"] <= side["p90_us"] for side in case["sides"].values())
-    assert sum("by hand" in case["sides"] for case in result["cases"]) == 8
+    assert sum("by hand" in case["sides"] for case in result["cases"]) == 7
 
 
 def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,68 +140,6 @@ def test_prefix_tree() -> None:
         assert row["mb_per_s"] == row["found_tokens"] * 8 / row["us"]["median"]
 
 
-def random_requests(rng: np.random.Generator, count: int, blocks: int) -> list[tuple[int, ...]]:
-    """Walks down a random tree of blocks, so that equal ids have equal beginnings."""
-    below = [int(rng.integers(-1, block)) if block else -1 for block in range(blocks)]
-    requests = []
-    for _ in range(count):
-        path = [int(rng.integers(blocks))]
-        while below[path[0]] >= 0:
-            path.insert(0, below[path[0]])
-        requests.append(tuple(path))
-    return requests
-
-
-def most_hits(requests: list[tuple[int, ...]], pages: int) -> int:
-    """Tries all sets of blocks that could be kept after each request."""
-    best: dict[frozenset[int], int] = {frozenset(): 0}
-    for blocks in requests:
-        after: dict[frozenset[int], int] = {}
-        for kept, hits in best.items():
-            found = next((n for n, block in enumerate(blocks) if block not in kept), len(blocks))
-            there = kept | set(blocks)
-            for choice in map(frozenset, combinations(there, min(pages, len(there)))):
-                after[choice] = max(after.get(choice, 0), hits + found)
-        best = after
-    return max(best.values())
-
-
-@pytest.mark.parametrize("pages", [1, 2, 3])
-def test_no_choice_finds_more_than_the_optimum(pages: int) -> None:
-    rng = np.random.default_rng()
-    for _ in range(20):
-        requests = random_requests(rng, 10, 7)
-        assert sum(prefix_trace.optimum(requests, pages)) == most_hits(requests, pages)
-
-
-def write_trace(path: Path, requests: list[tuple[int, ...]]) -> str:
-    lines = [{"input_length": 512 * len(blocks), "output_length": 1, "hash_ids": blocks} for blocks in requests]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"--trace {path}"
-
-
-def test_prefix_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = random_requests(np.random.default_rng(), 60, 40)
-    trace, longest = write_trace(tmp_path / "trace.jsonl", requests), max(map(len, requests))
-    result = measured(prefix_trace, f"{trace} --pages {longest} --pages {2 * longest}", "prefix-trace")
-    *limited, room_for_all = result["runs"]
-    assert room_for_all["exact"]
-    assert room_for_all["hit_rate"] == room_for_all["optimal_hit_rate"] == result["known_rate"]
-    assert room_for_all["evicted"] == 0
-    for alone, tiered in zip(limited[::2], limited[1::2]):
-        assert 0 < alone["hit_rate"] <= alone["optimal_hit_rate"] <= tiered["optimal_hit_rate"] <= result["known_rate"]
-        assert alone["hit_rate"] <= tiered["hit_rate"] <= tiered["optimal_hit_rate"]
-        assert tiered["evicted"] == alone["evicted"] > 0, "events are of the device"
-    assert "the longest prompt has" in invoke(prefix_trace, *trace.split(), "--pages", "1").output
-    other = write_trace(tmp_path / "other.jsonl", [()])
-    assert isinstance(invoke(prefix_trace, *other.split()).exception, TraceError)
-    sequence, commit = vmmkv.KVCache.sequence, vmmkv.Sequence.commit  # prompts that are taken for one another
-    monkeypatch.setattr(vmmkv.KVCache, "sequence", lambda cache, *, token_ids: sequence(cache, token_ids=token_ids * 0))
-    monkeypatch.setattr(vmmkv.Sequence, "commit", lambda each, token_ids: commit(each, token_ids * 0))
-    wrong = write_trace(tmp_path / "wrong.jsonl", [(1, 2), (3, 4)])
-    assert "K of other tokens" in str(invoke(prefix_trace, *wrong.split(), "--pages", "2").exception)
-
-
 def test_swap() -> None:
     result = measured(swap, "--device cpu --tokens 70 --rounds 1", "swapping")
     assert result["tokens"] == 64
@@ -230,16 +167,39 @@ def test_transfer() -> None:
 
 def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
+    monkeypatch.setattr(pools, "IDLE_TURNS", 10)
     result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
     assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
     assert result["missed"] == []
     for row in result["runs"]:
         assert row["tokens_per_s"] == sum(burst["tokens"] for burst in row["bursts"]) / row["seconds"]
-        limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
+        limit = result["memory_bytes"] // (2 if row["mode"] == pools.HALVES else 1)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
         assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
+    assert [(row["processes"], row["to"]) for row in result["moves"]] == [(1, 0), (1, 1)] * 6 + [(2, 0), (2, 1)] * 3
+    assert len({row["bytes"] for row in result["moves"]}) == 1
+    assert min(side["us"] for side in result["idle_ledger"].values()) > 0
     missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
+
+
+def test_rollouts() -> None:
+    sizes = "--side rows-kept --side blocks-40% --generations 2 --cycles 21 --budget-seconds 600"
+    result = measured(rollouts, sizes, "rollouts")
+    on_rows, in_blocks = result["sides"]
+    assert result["missed"] == []
+    for row in result["sides"]:
+        assert [step["generations"] for step in row["steps"]] == [2] * rollouts.STEPS + [4]
+        assert row["most"] == 4
+        for step in row["steps"]:
+            assert step["error"] == ""
+            assert 0 < step["first_token_s"] < step["rollout_s"]
+            assert 0 < step["peak_kv_bytes"] <= step["budget_bytes"]
+            assert step["kv_bytes_before_backward"] == 0
+    assert in_blocks["naps"] == {}
+    assert on_rows["naps"]["freed_bytes"] > 0
+    assert on_rows["naps"]["taken_bytes"]["most"] == 0
+    assert "sides are" in invoke(rollouts, "--side", "nowhere").output
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -19,11 +19,11 @@ import pytest
 import torch
 import transformers
 from conftest import PATIENCE, calls, join
-from parity.batching import NEW, answer, config
+from parity.batching import NEW, config
 from test_continuous_batching import CHILDREN, ByHand, Served, answers, check_batch, pool
 from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, tiny_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import vmmkv
@@ -31,9 +31,8 @@ from vmmkv.integrations import batching
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups
 from vmmkv.integrations.batching.attention import attend_rows
+from vmmkv.integrations.batching.groups import CACHE
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.whole_layers import CACHE
-from vmmkv.integrations.request_checks import BESIDE_TOKENS, check_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -102,7 +101,7 @@ NOT_DONE: list[dict[str, Any]] = [
     {"num_beams": 4}, {"stop_strings": ["x"]}, {"max_time": 1.0}, {"guidance_scale": 3.0},
     {"sequence_bias": {(5,): 3.0}}, {"forced_eos_token_id": 3},
     {"forced_bos_token_id": 3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 3},
-    *({name: True, "return_dict_in_generate": True} for name in BESIDE_TOKENS),
+    {"output_scores": True}, {"output_hidden_states": True},
 ]  # fmt: skip
 """Settings of `generate` that transformers' continuous batching ignores, or ends with."""
 
@@ -124,95 +123,40 @@ def test_settings_that_a_batch_does_not_heed_are_refused(model: PreTrainedModel,
 
 
 def test_nothing_that_a_batch_is_told_is_lost(model: PreTrainedModel) -> None:
-    """What transformers would leave out without a word is refused; what says nothing new is not."""
+    """What transformers would leave out without a word is refused."""
     (expected,) = answers(model, Random(), 1)
     lost = (
         {"nonsense": 1}, {"logits_processor": [1]}, {"temperature": 0.1}, {"do_sample": True}, {"past_key_values": [1]},
         {"stopping_criteria": [1]}, {"cache_implementation": "static"}, {"repetition_penalty": 3.0},
-        {"input_ids": torch.tensor([[5]])},
+        {"input_ids": torch.tensor([[5]])}, {"attention_mask": torch.tensor([[0]])},
     )  # fmt: skip
     for told in lost:
         with pytest.raises(vmmkv.ArgumentError, match=next(iter(told))):
             model.generate_batch([expected.prompt], **config(), **told)
-    same = {"input_ids": torch.tensor([expected.prompt]), "attention_mask": torch.ones(1, len(expected.prompt))}
-    results = model.generate_batch([expected.prompt], **config(), **same, do_sample=False, past_key_values=None)
+    results = model.generate_batch([expected.prompt], **config(), past_key_values=None)
     assert [result.generated_tokens for result in results.values()] == [expected.tokens]
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
-def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
-    """Before any work, however it is given. A length that `max_new_tokens` overrides is none; where nobody asks for
-    one, `generate` has its own, or the model's."""
-
-    def generate(ids: list[int] = [5, 6, 7], attention_mask: Any = None, **asked: Any) -> torch.Tensor:  # noqa: B006
-        told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
-        return model.generate(torch.tensor([ids]), attention_mask=attention_mask, cache_implementation="paged", **told)
-
-    rows.enable(model, pool=pool(4), max_seq_len=100)
-    with patch.object(type(model), "generate_batch", side_effect=AssertionError):
-        for name, value in (("num_return_sequences", 2), ("return_dict_in_generate", True), ("max_length", 8)):
-            with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
-                generate(**{name: value}, do_sample=name == "num_return_sequences")
-    for told, reason in (
-        ({"num_beams": 3}, "asked for num_beams=3"),
-        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "an attention_mask with zeros"),  # batches have no padding
-    ):
-        with pytest.raises(vmmkv.UnsupportedError, match=reason):
-            generate(max_new_tokens=3, **told)
-    assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
-    for length in (None, 8):
-        by_default = patch.object(model.generation_config, "max_length", length)
-        with by_default, pytest.raises(vmmkv.UnsupportedError, match="asked for the length by default, which generate"):
-            generate(max_length=None)
-    with pytest.raises(vmmkv.VmmkvError, match="request req_0 ended with an error: "):  # a tensor has no place for that
-        generate([5] * 60, max_new_tokens=30, do_sample=False)
-
-
-@pytest.mark.parametrize("pad", [0, None])
-def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
-    """Answers that end before others; the last id that ends one, where there is none for padding."""
-    model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
-    model.generation_config.pad_token_id = pad
-    (long, ends), random = ([], []), Random()
-    while not ends:
-        prompts = [[random.randrange(2, VOCABULARY) for _ in range(12)] for _ in range(2)]
-        if (short := answer(model, prompts[0])) and (long := answer(model, prompts[1])):
-            ends = [token for token in short.tokens[:-1] if token not in long.tokens]
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [ends[0], 1 << 20]}
-    ids = torch.tensor(prompts)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert expected[0, -1] == (ends[0] if pad is None else pad)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    assert model.generate(ids, cache_implementation="paged", **options)[0].equal(expected)
-    results = model.generate_batch(prompts, GenerationConfig(**options, cache_implementation="paged"))
-    assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]
-
-
-def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
-    """Also by place; only of continuous batching, and as long as a model is on rows. A `generate` of others stays."""
-    ids, plain = torch.tensor([[5, 6, 7]]), config()["generation_config"]
-    paged = {"cache_implementation": "paged", "generation_config": plain}
-    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: -scores)
-    expected = model.generate(ids, plain, processors)
+def test_generate_does_not_run_continuous_batching(model: PreTrainedModel) -> None:
+    """It would drop arguments; and only as long as the model is on rows, also once it was saved. A `generate` of others
+    stays."""
+    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
+    expected = model.generate(ids, **options)
     for _ in range(2):
         rows.enable(model, pool=pool(100), max_seq_len=100)
+    assert model.generate(ids, **options).equal(expected)
     kept, wrapped = pickle.loads(pickle.dumps(model)), model.generate
-    assert model.generate(ids, logits_processor=processors, generation_config=plain).equal(expected)
-    for told in ({"logits_processor": processors}, {"custom_generate": print}):
-        with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {next(iter(told))}"):
-            model.generate(ids, **told, **paged)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        model.generate(ids, plain, processors, cache_implementation="paged")
-    assert model.generate(ids, logits_processor=transformers.LogitsProcessorList(), **paged).shape == (1, 1, 3 + NEW)
-    rows.disable(model)
-    assert "generate" not in vars(model)
-    with patch.object(type(model), "generate", return_value="theirs"):
-        assert wrapped(ids, logits_processor=processors, **paged) == "theirs"
     rows.enable(kept, pool=pool(100), max_seq_len=100)
-    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
-        kept.generate(ids, logits_processor=processors, **paged)
+    for each in (model, kept):
+        with pytest.raises(vmmkv.UnsupportedError, match="call generate_batch"):
+            each.generate(ids, cache_implementation="paged", **options)
+        rows.disable(each)
+        assert "generate" not in vars(each)
+    with patch.object(type(model), "generate", return_value="theirs"):
+        assert wrapped(ids, cache_implementation="paged", **options) == "theirs"
     kept.generate = others = Mock()
     rows.enable(kept, pool=pool(100), max_seq_len=100)
+    assert kept.generate is others
     rows.disable(kept)
     assert kept.generate is others
 
@@ -241,23 +185,20 @@ def test_a_manager_that_is_kept_gives_nobody_anothers_results(model: PreTrainedM
 
 
 def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:
-    """transformers would return it, and work as it did. What is left open is as it was."""
+    """transformers would return it, and work as it did: another one is made. What is left open is as it was."""
     (expected,) = answers(model, Random(), 1)
     options, kept = config(), {"persistent_manager": True}
     for _ in range(2):
         (result,) = model.generate_batch([expected.prompt], **options, **kept).values()
         assert result.generated_tokens == expected.tokens
-    assert model.init_continuous_batching() is model.init_continuous_batching(**options)
-    logged, sampled = config(return_logprobs=True), config()
-    sampled["generation_config"].do_sample = True
-    for other, what in ((logged, "return_logprobs=True"), (sampled, "do_sample=True")):
-        with pytest.raises(vmmkv.ArgumentError, match=f"{what} of a persistent"):
-            model.init_continuous_batching(**other)
-        with pytest.raises(vmmkv.ArgumentError, match=f"{what} of a persistent"):
-            model.generate_batch([expected.prompt], **other, **kept)
-    options["generation_config"].update(do_sample=True)  # its caller's own, too
-    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
-        model.generate_batch([expected.prompt], **options, **kept)
+    manager = model.init_continuous_batching()
+    assert manager is model.init_continuous_batching(**options)
+    model.generate_batch([expected.prompt], **config(return_logprobs=True), **kept)
+    assert (other := model.init_continuous_batching()) is not manager
+    options["generation_config"].update(temperature=0.5, do_sample=True)  # its caller's own, too
+    model.generate_batch([expected.prompt], options["generation_config"], **kept)
+    assert model.init_continuous_batching() is not other
+    assert model.init_continuous_batching().generation_config.do_sample
 
 
 def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedModel) -> None:
@@ -271,15 +212,6 @@ def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedM
         with pytest.raises(vmmkv.BusyError, match="warm up a manager that runs"):
             served.manager.warmup()
         served.check([expected])
-
-
-def test_ids_that_end_a_request_are_in_no_order() -> None:
-    ids = [None, -1, 2, [2], [2, 3], [3, 2], [3, 4]]
-    means = [{-1}, {-1}, {2}, {2}, {2, 3}, {2, 3}, {3, 4}]
-    for asked, wanted in zip(ids, means):
-        for used, has in zip(ids, means):
-            with nullcontext() if wanted == has else pytest.raises(vmmkv.ArgumentError, match="eos_token_id"):
-                check_same(GenerationConfig(eos_token_id=asked), GenerationConfig(eos_token_id=used))
 
 
 def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
@@ -479,7 +411,7 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
 
 
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
+    with pytest.raises(ValueError, match="a pool has its own"):
         rows.enable(model, pool=pool(10), max_bytes="1GiB")
     with pytest.raises(vmmkv.ArgumentError, match="got pool=3"):
         rows.enable(model, pool=3)

@@ -20,14 +20,13 @@ from test_continuous_batching import model as model
 from tiny_models import VOCABULARY, WINDOW, tiny_model
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import initialization, model_runner
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
 from vmmkv.integrations.batching.requests import Ranks, Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
-from vmmkv.integrations.scaled_states import ScaledStates
+from vmmkv.integrations.states import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -173,22 +172,18 @@ ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 def test_what_two_adapters_have_made_is_nobodys_beginning_nor_what_forks_from_it() -> None:
-    """Not even where it was on the host while the adapter changed."""
     ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
-    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40), host_bytes="1MiB") as cache:
-        requests = Requests([cache], [0], adapters, ONE, reuse=True, has_host=True)
-        for name in ("before", "moved"):
-            requests.begin(name, 40, ids)
-            assert requests.admit(name, 0, 40, expected=40)
-        assert requests.put_away("moved")
+    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
+        requests = Requests([cache], [0], adapters, ONE, reuse=True)
+        requests.begin("before", 40, ids)
+        assert requests.admit("before", 0, 40, expected=40)
         adapters.use("other")
         assert requests.fork("before", ["child"]) == ["child"]
-        assert requests.admit("moved", 40, 41, expected=41)
         adapters.use("one")
         requests.begin("behind", 40, ids)
         assert requests.admit("behind", 0, 40, expected=40)
-        news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "moved", "behind")]
-        assert news == [False, False, False, True]
+        news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "behind")]
+        assert news == [False, False, True]
         requests.end_all()
 
 
@@ -392,9 +387,8 @@ def test_batches_of_more_requests_or_tokens_than_graphs_are_for_run_without_one(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["llama-gqa", "mistral", "gemma2", "gpt-oss"], indirect=True)
-def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
-    """Which any layer of its kind, of passes with prompts or of decode, may be: so there is one, or two of other sizes.
-    Once nobody runs on rows, layers are as before."""
+def test_compiled_passes_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
+    """Attention lies between compiled parts of a layer; of each kind of layers all share one program, or two."""
     programs: list[list[str]] = []
 
     def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -407,18 +401,8 @@ def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
     torch.compiler.reset()
     with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling) as served:
         served.check(expected)
-        served.manager.stop(block=True)
-        assert not any(
-            "forward" in vars(each) for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
-        )
-        served.manager.start()
-        served.check(expected)
-    layers = [targets for targets in programs if any("attend_inside" in target for target in targets)]
     kinds = len({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
-    assert kinds <= len(layers) <= 3 * kinds
-    for targets in layers:
-        assert sum("attend_inside" in target for target in targets) == 1
-        assert sum("linear" in target for target in targets) >= 4
+    assert kinds <= sum(sum("linear" in target for target in targets) >= 2 for targets in programs) <= 8 * kinds
     torch.compiler.reset()
 
 

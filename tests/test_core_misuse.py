@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import join, small_driver
-from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
+from core_rows import LAYOUT, Row, check_all, new_cache, new_pool, share_left
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
@@ -68,7 +68,7 @@ def test_numbers_that_no_row_has(number: int) -> None:
             call(number)
         check_all(pool, cache)
         row.verify()
-    for call in (lambda n: cache.start(row=n), lambda n: cache.share(n, 0), lambda n: cache.adopt_kept(n, 0, 0)):
+    for call in (lambda n: cache.start(row=n), lambda n: cache.adopt_kept(n, 0, 0)):
         with pytest.raises(OutOfRangeError):
             call(number)
     if number < 0:
@@ -94,10 +94,7 @@ def test_what_cannot_be_shared() -> None:
         (ValueError, lambda: cache.share(row.sequence, 4)),
         (ValueError, lambda: cache.share(row.sequence, 21)),
         (UseAfterFreeError, lambda: cache.share(gone, 3)),
-        (UseAfterFreeError, lambda: cache.share(place, 3, last=owner, frames=nothing)),
-        (ValueError, lambda: cache.share(-1, 3, frames=nothing)),
-        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, 1 << 40, 1, -7]))),
-        (ValueError, lambda: cache.share(-1, 4, frames=array("q", [1, int(pool.word("fresh")) - 1, 0]))),
+        (UseAfterFreeError, lambda: share_left(cache, place, 3, nothing, last=owner)),
     ):
         with pytest.raises(error):
             call()
@@ -106,7 +103,7 @@ def test_what_cannot_be_shared() -> None:
     row.verify()
     foreign.verify()
     after.free()
-    assert cache.share(place, 3, last=after.ticket >> 24, frames=nothing).length == 3
+    assert share_left(cache, place, 3, nothing, last=after.ticket >> 24).length == 3
 
 
 def test_sequences_of_another_cache_and_none() -> None:
@@ -119,7 +116,6 @@ def test_sequences_of_another_cache_and_none() -> None:
         lambda: other.extend([row.sequence], 1),
         lambda: other.free([row.sequence]),
         lambda: other.batch([row.sequence]),
-        lambda: other.batch().add(row.sequence),
         lambda: unused.extend(1),
         lambda: unused.truncate(0),
         lambda: unused.length,
@@ -216,7 +212,7 @@ def test_a_cache_that_is_closed() -> None:
         partial(row.sequence.fork),
         cache.start,
         partial(cache.start, 5),
-        partial(cache.share, place, 0, frames=array("q", [0, 0])),
+        partial(share_left, cache, place, 0, array("q", [0, 0])),
     ):
         with pytest.raises(UseAfterFreeError):
             call()
@@ -508,8 +504,8 @@ def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> Non
     driver = FaultyDriver(small_driver("cpu"))
     pool = new_pool(90, driver.inner)
     cache = new_cache(pool)
-    row, batch = filled(cache, 100), cache.batch()
-    batch.add(row.sequence)
+    row = filled(cache, 100)
+    batch = cache.batch([row.sequence])
     row.sequence.truncate(5)
     del row.tokens[5:]
     ask = Ask()
@@ -530,33 +526,6 @@ def test_a_sequence_that_grows_while_its_surplus_is_unmapped(fails: bool) -> Non
     row.write(Random(), 6)
     check_all(pool, cache)
     row.verify()
-
-
-def test_a_batch_is_right_behind_an_interruption() -> None:
-    from interruption import interrupted
-
-    pool = new_pool(90)
-    cache = new_cache(pool)
-    sequences = [cache.start(3) for _ in range(4)]
-    line = 1
-    while True:
-        batch = cache.batch(sequences)
-
-        def change(batch: Any = batch) -> None:
-            batch.remove(sequences[1])
-            batch.add(sequences[1])
-
-        is_over = interrupted(change, line) is not None
-        assert len(batch) == len(set(batch.sequences)) in (3, 4)
-        before = [each.length for each in sequences]
-        batch.extend(1)
-        grown = [each for each, length in zip(sequences, before) if each.length == length + 1]
-        assert set(grown) == set(batch.sequences)
-        if is_over:
-            break
-        line += 1
-    assert line > 4
-    check_all(pool, cache)
 
 
 def test_errors_have_no_surprises() -> None:

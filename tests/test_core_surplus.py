@@ -176,3 +176,22 @@ def test_a_frame_that_a_guest_drops_while_it_leaves_its_row_is_free() -> None:
     assert not held
     check(cache.pool, [cache])
     assert cache.pool.free_pages() == 2
+
+
+@pytest.mark.parametrize("live", [0, 5])
+def test_pages_that_were_mapped_one_by_one_become_large_frames(live: int) -> None:
+    """Also where a large frame more than the tokens need would exceed the budget."""
+    cache, _driver = opened(33 + live, large=True)
+    kept = cache.start(4 * live)
+    sequence = cache.start()
+    for _ in range(33):
+        cache.extend([sequence], 4)
+    sequence.free()
+    sequence = cache.start(expected=4 * 33, key=1)  # the parked row has another key
+    cache.extend([sequence], 4 * 32)
+    cache.extend([sequence], 4)
+    assert cache.extents[sequence.row]["head_end"] == 32
+    write(sequence, 7)
+    assert read(sequence) == {7}
+    assert kept.length == 4 * live
+    check(cache.pool, [cache])

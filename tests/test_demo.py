@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer import Typer
 from typer.testing import CliRunner
 
 import vmmkv
-from benchmarks import demo as benchmark
 from vmmkv.cli.app import app
 from vmmkv.workload import BLOCK, Request, conversations, known_tokens, read_trace
 
@@ -36,19 +33,6 @@ def test_demo(device: str) -> None:
     assert 0 < figures["max_error"] < figures["error_bound"]
     assert figures["driver_calls"]["map"] >= figures["pages_created"]
     assert figures["device"] == ("cpu" if device == "cpu" else torch.cuda.get_device_name())
-
-
-def test_as_a_benchmark_it_says_how_it_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    app, trace = Typer(), Path(write(tmp_path / "chats.jsonl", chats(3)))
-    app.command()(benchmark.main)
-    words = ["--trace", str(trace), "--device", "cpu", "--budget-tokens", "9000", "--json"]
-    monkeypatch.setattr("sys.argv", ["benchmarks.demo", *words])
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)["environment"]
-    assert facts["inputs"] == {trace.name: hashlib.sha256(trace.read_bytes()).hexdigest()}
-    assert facts["packages"]["numpy"] == np.__version__
-    assert CliRunner().invoke(app, words[:-1]).stdout.startswith("Waste")
 
 
 def test_the_budget_holds_and_sequences_are_preempted_under_it() -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
 
-from vmmkv.driver import host, limits
 from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.driver.fence import Fence
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError, VmmkvError
@@ -331,84 +328,6 @@ def test_a_forked_child_has_no_part_in_its_parents_driver(device: str) -> None:
     assert (child.returncode, child.stdout, child.stderr) == (0, "True " * 7, "")
 
 
-def mappings() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum(1 for _ in maps)
-
-
-RESERVING = """
-    import threading
-    from vmmkv.driver import host
-    from vmmkv.driver.driver import open_driver
-
-    def reserve():
-        driver, size = open_driver("cpu", 4096), 64 * 4096
-        for _ in range(20):
-            for address in [driver.reserve(size) for _ in range(300)]:
-                driver.free(address, size)
-
-    threads = [threading.Thread(target=reserve) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert all(size == 64 * 4096 for _, size in host._ranges())
-    for thread in threads:
-        thread.join()
-    assert not list(host._ranges())
-"""
-
-
-def test_mappings_are_counted_while_threads_reserve_and_free() -> None:
-    child = run_python(RESERVING)
-    assert (child.returncode, child.stderr) == (0, "")
-
-
-@pytest.fixture
-def most_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
-    """With a limit that is 3,000 mappings away: how many there may be before drivers add no more."""
-    gc.collect()  # what other tests have left
-    limit = mappings() + 3000
-    monkeypatch.setattr(host, "MAX_MAPPINGS", tmp_path / "max_map_count")
-    host.MAX_MAPPINGS.write_text(str(limit))
-    host.mapped["allowed"] = 0
-    return limit - int(limit * host.SPARE)
-
-
-@pytest.mark.parametrize(("pages", "step"), [(1, 2), (1, 1), (3000, 1)])
-def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: int, step: int) -> None:
-    """Pages apart; side by side; and side by side in the file as well, which Linux takes for one until it is cut."""
-    driver, own = small_driver("cpu"), int(host.mapped["mappings"])
-    size = driver.page_size
-    strangers = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(500)]
-    handles = [driver.create() for _ in range(pages)]
-    address = driver.reserve(6000 * size)
-    places: list[int] = []
-
-    def map_until_it_is_refused() -> None:
-        for place in range(address, address + 6000 * size, step * size):
-            driver.map(place, handles[len(places) % pages])
-            places.append(place)
-
-    with pytest.raises(DriverError, match=r"mmap failed with ENOMEM.*larger page_size"):
-        map_until_it_is_refused()
-    if pages == 1:  # of who else has a driver here up to `own` are counted that Linux may have merged
-        assert most_mappings - own - 20 < mappings() < most_mappings + 20  # Python's own come and go
-    with pytest.raises(DriverError, match="ENOMEM"):
-        small_driver("cpu").reserve(size)
-    for place in places[1::2]:
-        driver.unmap(place, size)
-    assert mappings() < most_mappings + 20
-    driver.set_access(places[0], size)
-    for place in places[::2]:
-        driver.unmap(place, size)
-    driver.free(address, 6000 * size)
-    for handle in handles:
-        driver.release(handle)
-    assert int(host.mapped["mappings"]) == own
-    small_driver("cpu").reserve(size)
-    assert strangers
-
-
 @contextmanager
 def limited(what: int, limit: int) -> Iterator[None]:
     """Lowers a limit of this process for a while."""
@@ -442,52 +361,3 @@ def test_a_limit_of_file_sizes_is_named() -> None:
     assert caught.value.code == "EFBIG"
     assert caught.value.detail.startswith(f"no file, that of the pages included, may be longer than {3 * 4096} bytes")
     assert driver.create() not in handles
-
-
-GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("listed", "files", "found"),
-    [
-        pytest.param(
-            "0::/a/b\n",
-            {"a/memory.max": 3 * GIB, "a/memory.current": GIB, "a/b/memory.max": "max", "a/b/memory.current": 5},
-            [(3 * GIB, GIB)],
-            id="nested",
-        ),
-        pytest.param(
-            "0::/not/here\n", {"memory.max": 2 * GIB, "memory.current": GIB}, [(2 * GIB, GIB)], id="container"
-        ),
-        pytest.param(
-            "3:cpu,memory:/a/b\n1:name=systemd:/\n0::/c\n",
-            {
-                "memory/a/b/memory.limit_in_bytes": 7 * GIB,
-                "memory/a/b/memory.usage_in_bytes": GIB,
-                "memory/memory.limit_in_bytes": 9 * GIB,
-                "memory/memory.usage_in_bytes": 2 * GIB,
-                "unified/c/memory.max": 5 * GIB,
-                "unified/c/memory.current": 4 * GIB,
-            },
-            [(7 * GIB, GIB), (9 * GIB, 2 * GIB), (5 * GIB, 4 * GIB)],
-            id="version 1 beside 2",
-        ),
-        pytest.param("0::/\n", {}, [], id="none"),
-    ],
-)
-def test_cgroups_limit_memory(tmp_path: Path, listed: str, files: dict, found: list) -> None:
-    for name, value in files.items():
-        path = tmp_path / "mounted" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{value}\n")
-    (tmp_path / "listed").write_text(listed)
-    assert list(limits.cgroup_limits(tmp_path / "listed", tmp_path / "mounted")) == found
-
-
-def test_the_least_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, total = limits.memory()
-    monkeypatch.setattr(
-        limits, "cgroup_limits", lambda: [(total * 2, 0), (total // 2, total // 2 - 5), (total // 4, 0)]
-    )
-    assert limits.memory() == (5, total // 4)
-    assert free <= total

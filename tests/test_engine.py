@@ -229,7 +229,7 @@ FULL = [15] * 4, [30] * 4, 8, 4, 60
 """A batch for which there is not enough room; its prompts fill the largest graph, and all are sampled behind."""
 
 
-@pytest.mark.parametrize("backend", ["vmm", "paged", "vmm, reuse", "paged, reuse", "vmm, suspend"])
+@pytest.mark.parametrize("backend", ["vmm", "paged", "vmm, reuse", "paged, reuse"])
 @given(batch=batches(), wait=st.booleans(), late=st.booleans(), graphs=st.booleans())
 @example(batch=FULL, wait=False, late=False, graphs=True)
 @settings(max_examples=4 * ROUNDS)
@@ -250,9 +250,7 @@ def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
         max_tokens,
         chunk=chunk,
         reuse=beside == "reuse",
-        suspend=beside == "suspend",
         late=late,
-        options={"host_bytes": 1 << 20, "tokens_per_s": 1.0} if beside == "suspend" else {},
     )
     engine.tokens[max_tokens] = 1
     for _ in range(2):
@@ -303,22 +301,6 @@ def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     assert run.finished == len(prompts)
     assert (run.cached[2:] >= 1024).all()
     check_nothing_is_kept(engine, backend)
-    engine.close()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
-    """Six requests that begin on a page each, of eight, and need two before the first is done."""
-    model = random_model(GPU_CONFIG, 1024, torch.device("cuda"), torch.float32, random_seed())
-    prompts, _ = random_requests(6, 300, 1)
-    options = {"host_bytes": 64 << 20, "tokens_per_s": 1000.0}
-    engine = Engine(model, "vmm", 8 * 2 << 20, 6, 1024, 40_000, suspend=True, options=options)
-    run = engine.run(prompts, [600] * 6)
-    logits = logits_without_cache(model)
-    check_greedy(lambda tokens: logits(tokens.cuda()), prompts, run)
-    assert run.finished == 6
-    assert run.suspensions == run.preemptions > 0
-    check_nothing_is_kept(engine, "vmm")
     engine.close()
 
 

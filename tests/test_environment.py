@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from benchmarks import environment as figures
-from vmmkv import environment
+from benchmarks import environment
 
 
 def test_the_commit_is_that_of_the_code() -> None:
@@ -27,7 +26,7 @@ def test_the_commit_is_that_of_the_code() -> None:
 
 
 def test_a_copy_without_its_history_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "vmmkv" / "environment.py"))
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "benchmarks" / "environment.py"))
     monkeypatch.delenv("VMMKV_COMMIT", raising=False)
     assert environment.environment(torch.device("cpu"))["commit"] == "unknown"
     monkeypatch.setenv("VMMKV_COMMIT", "0123abc")
@@ -39,7 +38,7 @@ def test_results_that_were_written_since_change_no_code(tmp_path: Path, monkeypa
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
 
-    code, result = tmp_path / "vmmkv" / "environment.py", tmp_path / "result.json"
+    code, result = tmp_path / "benchmarks" / "environment.py", tmp_path / "result.json"
     code.parent.mkdir()
     code.write_text("")
     result.write_text("")
@@ -58,11 +57,11 @@ def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     trace = tmp_path / "trace.csv"
     trace.write_bytes(b"1,2")
     monkeypatch.setattr(sys, "argv", ["benchmark", "--trace", str(trace), "--requests", "3", "--json", "result.json"])
-    told = figures.environment(torch.device("cpu"))
+    told = environment.environment(torch.device("cpu"))
     assert told["packages"]["numba-cuda"] == version("numba-cuda")
     assert "vllm" not in told["packages"]
     assert told["inputs"] == {"trace.csv": hashlib.sha256(b"1,2").hexdigest()}
-    assert figures.complete({"environment": told}) == {"environment": told}
+    assert environment.complete({"environment": told}) == {"environment": told}
 
 
 def test_the_state_of_gpus_is_told_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +71,12 @@ def test_the_state_of_gpus_is_told_before_and_after(tmp_path: Path, monkeypatch:
     tool.write_text(f"#!/bin/sh\nhead -n 1 {states}\nsed -i 1d {states}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(environment, "environment", lambda device: {"device": str(device)})
-    told = figures.complete({"environment": figures.environment(torch.device("cuda"))})["environment"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    monkeypatch.setattr(environment, "cuda_version", lambda: "13.0")
+    told = environment.complete({"environment": environment.environment(torch.device("cuda"))})["environment"]
     (before,), (after,) = told["gpus_before"], told["gpus_after"]
     assert (before["clocks.sm"], after["clocks.sm"], after["power.draw"]) == ("345", "1980", "690.2")
     assert before["driver_version"] == after["driver_version"] == "580.1"
     states.write_text("")
     tool.write_text("#!/bin/sh\nexit 9\n")
-    assert figures.complete({"environment": told})["environment"]["gpus_after"] == []
+    assert environment.complete({"environment": told})["environment"]["gpus_after"] == []

@@ -115,14 +115,6 @@ def test_a_fence_passes_when_all_its_events_have(driver) -> None:
     assert Fence().passed()
 
 
-def test_work_on_the_fences_own_stream_is_in_order(driver) -> None:
-    fence = Fence.after(driver, [driver["a"], driver["b"]])
-    assert not fence.passed_for(driver["a"])
-    driver.events[1][1].done = True
-    assert fence.passed_for(driver["a"])
-    assert not fence.passed_for(driver["b"])
-
-
 def test_the_same_stream_adopts_at_once_another_behind_the_last_work(driver, make_cache) -> None:
     cache = make_cache(driver=driver)
     driver.stream = "side"

@@ -184,7 +184,7 @@ def test_priorities_below_the_lowest_one_are_not_copied(lowest: int | None) -> N
 
 def test_no_priority_is_refused() -> None:
     for priority in (-1, 101, True, "30", 30.0):
-        with pytest.raises(vmmkv.ArgumentError, match="host_priority"):
+        with pytest.raises(vmmkv.RetentionError, match="asked for priority"):
             make(host_priority=priority)
 
 

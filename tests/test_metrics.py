@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
-from vmmkv import nvtx
 from vmmkv.events import EventLog
 from vmmkv.metrics import PoolCollector
 from vmmkv.torch import GrowableTensor
@@ -152,7 +151,7 @@ def test_what_copies_or_maps_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
     options = {"max_bytes": "40KiB", "host_bytes": "1MiB", "large_frames": False}
     with vmmkv.KVCache(LAYOUT, 5, 80, device="cpu", page_size=4096, **options) as cache, looped():
-        cache.pool.nvtx = nvtx.Ranges(torch.device("cuda"))
+        cache.pool.nvtx = torch.cuda.nvtx.range
 
         def known() -> vmmkv.Sequence:
             return cache.sequence(token_ids=np.arange(27))
@@ -182,7 +181,7 @@ def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(monkeypatch: pyt
     with vmmkv.KVCache(LAYOUT, 2, 80, device="cpu", page_size=4096, max_bytes="40KiB") as cache:
         cache.sequence(9).free()
         assert calls == []
-        cache.pool.nvtx = nvtx.Ranges(torch.device("cuda"))
+        cache.pool.nvtx = torch.cuda.nvtx.range
         growing, other = cache.sequence(9), cache.sequence(60)
         del calls[:]
         growing.extend(3)  # within its pages

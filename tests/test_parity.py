@@ -20,7 +20,7 @@ KERNELS = [
     "PhimoeForCausalLM",  # says it in the mask only
     "Gemma2ForCausalLM",  # soft caps, and windows in some of the layers
     "GptOssForCausalLM",  # sinks
-    "Llama4ForCausalLM",  # chunks
+    "Llama4ForCausalLM",  # chunks, which are refused on whole rows
     "DeepseekV3ForCausalLM",  # K and V from latents
     "JambaForCausalLM",  # layers without attention
     "BartForConditionalGeneration",  # an encoder
@@ -42,7 +42,8 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     outcomes = list(check(kind, device))
     verdicts = {outcome.verdict for outcome in outcomes}
-    assert verdicts <= {"same", "none", "static"} | (set() if kind in KERNELS else {"refused"}), outcomes
+    may_refuse = kind not in KERNELS or kind == "Llama4ForCausalLM"
+    assert verdicts <= {"same", "none", "static"} | ({"refused"} if may_refuse else set()), outcomes
     assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 2
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from conftest import ROOT, on_driver, run_python, small_driver
 from faulty import FaultyDriver
 
@@ -19,8 +18,7 @@ from vmmkv.core import entries
 from vmmkv.core.mapper import FRAMES
 from vmmkv.core.pool import Ask
 from vmmkv.picture import MAX_NAMED, MAX_PAGES, MAX_ROWS
-from vmmkv.svg import WIDTH, colour
-from vmmkv.torch import GrowableTensor
+from vmmkv.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 STATES = {
@@ -306,68 +304,6 @@ def test_pictures_of_large_caches_are_bounded() -> None:
         picture = shown._repr_html_()
         assert "a square stands for" in picture
         assert len(picture) < 300_000
-
-
-def test_a_pool_draws_what_each_account_has() -> None:
-    """Against what caches and tensor say of themselves."""
-    driver = small_driver("cpu")
-    size, limit = driver.page_size, 100
-    pool = on_driver(driver, vmmkv.FramePool, limit * size)
-    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page
-    caches = [
-        vmmkv.KVCache(layout, 4, 200, pool=pool, reserved=10 * size, large_frames=False),
-        vmmkv.KVCache(layout, 4, 200, pool=pool, max_bytes=60 * size),
-    ]
-    tensor = GrowableTensor((1000, 1024), torch.float32, pool=pool, max_bytes=20 * size)
-    live = []
-    for _ in range(30):
-        sequence = random.choice(caches).sequence(random.randint(0, 120)) if random.random() < 0.5 else None
-        tensor.resize(random.randint(0, 10))
-        live += [sequence] if sequence else []
-        if len(live) > 2:
-            live.pop(random.randrange(len(live))).free()
-        stats = [cache.stats() for cache in caches]
-        used = [of.pages["used"] * size for of in stats] + [tensor.stats().used_bytes]
-        mapped = [of.physical_bytes for of in stats] + [tensor.stats().physical_bytes]
-        picture = pool._repr_html_()
-        all_of_it, *accounts = bars(picture)
-        assert [each.pop("at most") for each in accounts] == pytest.approx(
-            [limit * size, 60 * size, 20 * size], rel=0.01
-        )
-        assert [each.pop("reserved", 0) for each in accounts] == pytest.approx([10 * size, 0, 0], rel=0.01)
-        names = ["KVCache 0", "KVCache 1", "GrowableTensor 0"]
-        for name, account, part, whole in zip(names, accounts, used, mapped):
-            assert all_of_it.items() >= account.items()
-            assert account.pop(f"{name}, used", 0) == pytest.approx(part, abs=size / 10)
-            assert account.pop(f"{name}, mapped and not used", 0) == pytest.approx(whole - part, abs=size / 10)
-            assert not account
-        assert all_of_it["at most"] == pytest.approx(limit * size, rel=0.01)
-        assert all_of_it.get("free", 0) == pytest.approx(pool.stats().free_bytes, abs=size / 10)
-        for name, of in zip(names, stats):
-            assert f"{of.tokens:,} tokens of {of.rows['live']} live" in picture or not of.rows["live"], name
-    for holder in (*caches, tensor):
-        holder.close()
-    assert len(list(bars(pool._repr_html_()))) == 1
-    pool.close()
-    assert "&lt;vmmkv.FramePool" in pool._repr_html_()
-
-
-def bars(picture: str) -> Iterator[dict[str, float]]:
-    """Of each bar in a pool's picture how many bytes its parts are long, by what they are; they lie side by side."""
-    width = None
-    for bar in ElementTree.fromstring(picture).iterfind(f"{SVG}g[@class='bar']"):
-        parts, end = {}, 0.0
-        for part in bar.iterfind(f"{SVG}g"):
-            name, _ = part.findtext(f"{SVG}title").split(": ")
-            box = part.find(f"{SVG}rect")
-            left, right = float(box.get("x")), float(box.get("x")) + float(box.get("width"))
-            if name not in ("at most", "reserved"):
-                assert left == pytest.approx(end, abs=0.2)
-                end = right
-            parts[name] = float(box.get("width"))
-        width = width or parts["at most"]  # of the pool
-        assert width == WIDTH
-        yield {name: 100 * 4096 * part / width for name, part in parts.items()}
 
 
 def test_what_is_gone_says_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:

@@ -346,6 +346,17 @@ def test_pages_that_live_sequences_have_too_are_foretold(large_frames: bool) -> 
     world.check()
 
 
+def test_a_hit_of_few_tokens_leaves_room_for_large_frames() -> None:
+    """The tokens lie on single pages, and behind a shared one there could be no large frame."""
+    world = make(900, rows=9, max_seq_len=900)
+    few = world.cache.page_size * 3 // world.cache.layout.record_bytes[0]
+    world.commit(world.start([1] * few))
+    for ids in ([1] * few + [2] * 300, [1] * few + [3] * 300):
+        second = world.start(ids)
+        assert world.cache.extents[second.row]["head_end"].min() >= 16
+    world.check()
+
+
 def test_who_has_no_room_costs_nobody_what_is_known() -> None:
     """Copies of what lies within a large frame take pages before the rest is mapped; not if there is none for that."""
     world = make(150, max_seq_len=900)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +19,11 @@ from test_continuous_batching import PAGE_SIZE, ByHand, Served
 from test_continuous_batching import answers as answers_of
 from test_continuous_batching import check_batch as check
 from test_continuous_batching import model as model
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching.scheduler import CHILD
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -80,11 +81,11 @@ def test_weights_may_change_between_calls(model: PreTrainedModel) -> None:
         check(model, expected)
 
 
-def test_running_requests_sleep_on_the_host(model: PreTrainedModel) -> None:
+def test_running_requests_go_on_after_a_sleep(model: PreTrainedModel) -> None:
     """Memory is at 0 meanwhile, and the model may be trained; then they go on."""
     pool, expected, slept, refused = make_pool(), answers(model, 5, new=100), 0, 0
     rows.enable(model, pool=pool)
-    with Served(model, cpu_offload_space=0.01) as served:
+    with Served(model) as served:
         names, done = served.ask(expected, max_new_tokens=100), dict[str, Any]()
         while len(done) < len(names):
             if slept < 4 and pool.stats().used_bytes:
@@ -102,17 +103,6 @@ def test_running_requests_sleep_on_the_host(model: PreTrainedModel) -> None:
     assert slept
     assert refused
     assert done == {name: served.asked[name].tokens for name in names}
-
-
-def test_without_host_memory_requests_go_on(model: PreTrainedModel) -> None:
-    pool, expected = make_pool(), answers(model, 5, new=60)
-    rows.enable(model, pool=pool)
-    with Served(model) as served:
-        names = served.ask(expected, max_new_tokens=60)
-        soon(lambda: pool.stats().used_bytes)
-        with pytest.raises(vmmkv.VmmkvError, match="host"):
-            rows.sleep(model, offload=True)
-        served.check_results(names)
 
 
 def test_verls_words(model: PreTrainedModel) -> None:
@@ -280,62 +270,23 @@ def test_sleep_while_a_manager_comes_to_its_end(model: PreTrainedModel) -> None:
             join(thread)
 
 
-def test_memory_that_others_took_meanwhile(model: PreTrainedModel) -> None:
-    """A request of two layer groups of which one was moved comes back when it goes on."""
-    two = tiny_model("gemma3", "eager", "cpu")
-    expected, pool = answers(two, 3, new=60), make_pool()
-    rows.enable(two, pool=pool)
-    suspend, count = vmmkv.Sequence.suspend, 0
-
-    def no_room(sequence: vmmkv.Sequence) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise vmmkv.OutOfHostMemoryError("full")
-        suspend(sequence)
-
-    def resume(sequence: vmmkv.Sequence) -> None:
-        raise vmmkv.OutOfPagesError("taken", requested=1, available=0)
-
-    try:
-        with Served(two, cpu_offload_space=0.01) as served:
-            names = served.ask(expected, max_new_tokens=60)
-            soon(lambda: pool.stats().used_bytes)
-            with (
-                served.manager.pause(),
-                patch.object(vmmkv.Sequence, "suspend", no_room),
-                patch.object(vmmkv.Sequence, "resume", resume),
-                pytest.raises(vmmkv.OutOfHostMemoryError),
-            ):
-                rows.sleep(two, offload=True)
-            served.check_results(names)
-    finally:
-        rows.disable(two)
-
-
-@pytest.mark.parametrize("children", [0, 2])
-def test_what_ends_or_forks_while_it_is_away(model: PreTrainedModel, children: int) -> None:
-    """As in a sleep while a batch runs behind which a request ends, or forks, that the next batch has no room for."""
-    expected = answers(model, 3, new=2)
-    options = config(cpu_offload_space=0.01, num_return_sequences=children + 1, max_batch_tokens=200)
-    manager = model.init_continuous_batching(**options)
-    manager.batch_processor = processor = manager._create_batch_processor()
-    try:
-        names = [manager.add_request(each.prompt, max_new_tokens=2) for each in expected]
-        done, requests = {}, processor.cache.requests
-        while not done or processor.has_pending_requests():
-            if processor.prepare_next_batch():
-                processor._generation_step(model)
-                requests.put_all_away()
-                processor.update_batch()
-            while result := manager.get_result(timeout=0):
-                assert result.error is None
-                done[result.request_id] = result.generated_tokens
-        tokens = dict(zip(names, (each.tokens for each in expected)))
-        forked = {f"{name}{CHILD}{number}": tokens[name] for name in names for number in range(children)}
-        assert done == tokens | forked
-        assert not any(name in requests for name in done)
-        assert not requests.caches[0].stats().tokens
-    finally:
-        processor.reset()
-        model.set_attn_implementation("eager")
+def test_a_request_waits_for_memory_of_another_process(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which has live tokens there, and a pool with the same budget."""
+    monkeypatch.setattr("vmmkv.ledger.cache_folder", lambda: tmp_path)
+    where: dict[str, Any] = {"device": "cpu", "page_size": PAGE_SIZE, "shared": "two"}
+    layout, (one,) = vmmkv.KVLayout(2, 2, 16, torch.float32), answers(model, 1)
+    with (
+        closing(vmmkv.FramePool(40 * PAGE_SIZE, **where)) as pool,
+        closing(vmmkv.FramePool(40 * PAGE_SIZE, **where)) as other,
+        vmmkv.KVCache(layout, 1, 320, pool=other, lookahead=0, large_frames=False) as cache,
+    ):
+        held = cache.sequence(8 * 39)
+        rows.enable(model, pool=pool)
+        with Served(model) as served:
+            served.manager.add_request(one.prompt)
+            assert served.manager.get_result(timeout=8) is None
+            held.free()
+            assert served.manager.get_result(timeout=PATIENCE).generated_tokens == one.tokens
+        rows.disable(model)

@@ -39,19 +39,19 @@ def test_what_has_pages_grows_in_place_and_nothing_else_does() -> None:
 
 
 def test_requests_are_on_all_devices_or_on_none() -> None:
-    """Each has memory, rows and room on the host of its own. What fails on one is as it was on all. Requests that
+    """Each has memory and rows of its own. What fails on one is as it was on all. Requests that
     decode together grow together, in part of the steps."""
     random, caches = Random(), []
     for layers in (1, 2, 1):
         pool = vmmkv.FramePool(random.randint(20, 40) * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
-        layout, host = vmmkv.KVLayout(layers, 1, 64, torch.float32), random.randint(1, 20) * PAGE_SIZE
-        caches.append(vmmkv.KVCache(layout, random.randint(4, 8), 1000, pool=pool, lookahead=0, host_bytes=host))
+        layout = vmmkv.KVLayout(layers, 1, 64, torch.float32)
+        caches.append(vmmkv.KVCache(layout, random.randint(4, 8), 1000, pool=pool, lookahead=0))
     weights = Mock(**{"switches.return_value": 0, "key.return_value": ""})
-    requests = Requests(caches, [0] * 3, weights, Ranks(Mock(tp_size=1)), reuse=True, has_host=True)
+    requests = Requests(caches, [0] * 3, weights, Ranks(Mock(tp_size=1)), reuse=True)
     held: dict[str, int] = {}
-    away, seen = set[str](), set[str]()
+    seen = set[str]()
     met: set[tuple[str, bool]] = set()
-    wanted = {(what, done) for what in ("grow", "together", "return", "put away", "fork") for done in (False, True)}
+    wanted = {(what, done) for what in ("grow", "together", "fork") for done in (False, True)}
     for number in range(5000):
         name = random.choice([*held, str(number)])
         tokens = held.get(name, 0) + random.choice((1, 1, 9, 40))
@@ -60,26 +60,16 @@ def test_requests_are_on_all_devices_or_on_none() -> None:
         if name not in held:
             what, done = "begin", requests.begin(name, 9) == 0
             held |= {name: 0} if done else {}
-        elif name in away or random.random() < 0.5:
-            what = "return" if name in away else "grow"
+        elif random.random() < 0.5:
+            what = "grow"
             done = requests.admit(name, held[name], tokens, expected=9)
             held[name] = tokens if done else held[name]
             held = held if name in requests else {each: held[each] for each in held if each != name}
-            away -= {name} if done else set()
         elif random.random() < 0.3:
             requests.begin_step(held.items())
-            what, done = (
-                "together",
-                all(cache.stats().tokens > sum(held[each] for each in held.keys() - away) for cache in caches),
-            )
-            held |= {each: held[each] + done for each in held.keys() - away}
-            assert all(
-                requests.admit(each, held[each] - 1, held[each], expected=9) for each in held.keys() - away if done
-            )
-        elif random.random() < 0.4:
-            what, done = "put away", requests.put_away(name)
-            away |= {name} if done else set()
-            held = held if done else {each: held[each] for each in held if each != name}
+            what, done = "together", all(cache.stats().tokens > sum(held.values()) for cache in caches)
+            held = {each: tokens + done for each, tokens in held.items()}
+            assert all(requests.admit(each, held[each] - 1, held[each], expected=9) for each in held if done)
         elif random.random() < 0.5:
             children = [f"{number}, {child}" for child in range(random.randint(1, 3))]
             started = requests.fork(name, children)
@@ -92,9 +82,8 @@ def test_requests_are_on_all_devices_or_on_none() -> None:
             del held[name]
         met.add((what, done))
         assert {each for each in seen if each in requests} == held.keys()
-        assert {each for each in seen if requests.is_away(each)} == away
         for cache in caches:
-            assert cache.stats().tokens == sum(held[each] for each in held.keys() - away)
+            assert cache.stats().tokens == sum(held.values())
         if number > 100 and met >= wanted:
             break
     assert met >= wanted
@@ -109,7 +98,7 @@ def test_requests_end_with_who_holds_them() -> None:
     """Not when the garbage collector comes: they hold caches."""
     layout = vmmkv.KVLayout(1, 1, 64, torch.float32)
     cache = vmmkv.KVCache(layout, 1, 10, max_bytes=10 * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
-    requests = Requests([cache], [0], Mock(), Ranks(Mock(tp_size=1)), reuse=True, has_host=False)
+    requests = Requests([cache], [0], Mock(), Ranks(Mock(tp_size=1)), reuse=True)
     reference = weakref.ref(requests)
     del requests
     assert reference() is None

@@ -37,9 +37,9 @@ from typer.testing import CliRunner
 import vmmkv
 from vmmkv.cli.app import app
 from vmmkv.integrations import batching
+from vmmkv.integrations.batching.config import OneTemperatureEach
 from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.processor import RowProcessor
-from vmmkv.integrations.batching.sampling import OneTemperatureEach
 
 openai = pytest.importorskip("openai", reason="needs the extra serve")
 pytest.importorskip("fastapi", reason="needs the extra serve")
@@ -330,6 +330,29 @@ def test_a_request_that_fits_no_memory_says_what_would_help(llama: str) -> None:
         with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
             text_of(address, llama, " ".join(["w5"] * 5_000))
         assert text_of(address, llama, answer.prompt) == answer.text
+
+
+def test_servers_share_a_budget(llama: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory goes to a server that asks for it from a cache that has been left, here of the same process."""
+    monkeypatch.setattr("vmmkv.ledger.cache_folder", lambda: tmp_path)
+    layout, [answer] = vmmkv.KVLayout(2, 2, 16, torch.float32), answers(1)
+    pool = vmmkv.FramePool("32MiB", device="cpu", shared="chat", reserved="8MiB")
+    with closing(pool), vmmkv.KVCache(layout, 1, 80_000, pool=pool) as other:
+        other.sequence(60_000).free()
+        with server("--pool", "chat", "--reserved", "4MiB", "--max-seq-len", str(ROW)) as address:
+
+            async def told() -> str:
+                async with client(address) as openai_client:
+                    await ask(llama, openai_client, "w5 " * 5_000, chat=False, stream=False)
+                    return await ask(llama, openai_client, answer.prompt, chat=False, stream=False)
+
+            assert asyncio.run(told()) == answer.text
+            made = json.loads(CliRunner().invoke(app, ["pool", "chat", "--json"]).stdout)
+            assert [line["reserved"] for line in made[0]["processes"]] == [8 << 20, 4 << 20]
+            assert made[0]["limit"] == 32 << 20
+    for wrong in (["--reserved", "1GiB"], ["--pool", "no name"], ["--pool", "chat", "--reserved", "much"]):
+        with pytest.raises(vmmkv.VmmkvError, match=r"reserved|shared|much"), server(*wrong):
+            pass
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -365,6 +365,8 @@ class LayerError(Exception):
 @pytest.mark.usefixtures("reference_kernels")
 def test_an_unfinished_forward_pass_is_found(name: str, earlier: list[int], compile: bool, device: str) -> None:
     """By the next one, wherever it ended, with any mask; and `reset()` is all that it takes to start over."""
+    if name == "t5" and compile:
+        pytest.skip("whole rows are not read with a bias of positions")
     model = tiny_model(name, "vmmkv", device)
     layers = model.get_decoder().block if name == "t5" else model.get_decoder().layers
     encoded = {"encoder_outputs": (torch.randn(2, 7, 64, device=device),)} if name == "t5" else {}
@@ -388,7 +390,8 @@ def test_an_unfinished_forward_pass_is_found(name: str, earlier: list[int], comp
             run(3, cache)
         hook.remove()
         for tokens, before in ((3, 0), (1, 0), (1, sum(earlier))):
-            with pytest.raises(vmmkv.UnfinishedPassError, match=r"reset\(\)"):
+            refused = (vmmkv.UnfinishedPassError, vmmkv.UnsupportedAttentionError)[: 1 + compile]
+            with pytest.raises(refused, match=r"reset\(\)"):
                 run(tokens, cache, before)
     cache.reset()
     torch.testing.assert_close(run(3, cache), run(3, reference), atol=1e-4, rtol=1e-4)

@@ -31,8 +31,7 @@ from transformers.utils import logging
 
 import vmmkv
 from vmmkv.integrations import attention
-from vmmkv.integrations.masks import make_mask
-from vmmkv.integrations.spans import Spans
+from vmmkv.integrations.masks import Spans, make_mask
 
 
 def test_gradients_flow_through_sdpa(device: str) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, seed_alone
+from conftest import on_driver, seed_alone
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens, vmm_cache
 from generation import kernels_for_all as kernels_for_all
@@ -219,86 +217,12 @@ def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
     check(cache, reference)
 
 
-@pytest.mark.parametrize("_", range(10 * ROUNDS))
-def test_equal_prompts_share_and_no_others(_: int) -> None:
-    """Of random bytes, some of which are NaN. Neighbours are equal, or differ in a bit of one layer."""
-    print(seed := Random().randrange(1 << 32))
-    random = Random(seed)
-    rows, tokens = random.randint(2, 6), random.randint(10, 150)
-    kept, config = tokens, LlamaConfig(**DECODER)
-    if random.random() < 0.3:
-        config = MistralConfig(**DECODER, sliding_window=random.randint(10, 60))
-        kept = min(tokens, config.sliding_window - 1)
-    cache, reference = pair(lookahead=0, config=config)
-    layers = [random_bits(2, 1, 2, tokens, 16).repeat(1, rows, 1, 1, 1) for _ in cache.layers]
-    differing = [row for row in range(1, rows) if random.random() < 0.4]
-    for row in differing:
-        random.choice(layers)[random.randrange(2), row:, random.randrange(2), -random.randint(1, kept)] ^= 1 << row
-    chunks = random.choice([[tokens], [tokens // 2, tokens - tokens // 2]])
-    for begin, end in pairwise(accumulate(chunks, initial=0)):
-        write_bits([states[:, :, :, begin:end] for states in layers], cache, reference)
-    apart = used(cache)
-    write_bits([random_bits(2, rows, 2, 1, 16) for _ in layers], cache, reference)
-    if len(chunks) == 1:  # of several, rows that come to differ share the first
-        pages = full_pages(cache, kept) if isinstance(config, LlamaConfig) else kept // 4
-        assert used(cache) == apart + rows * (kept % 4 == 0) - (rows - 1 - len(differing)) * pages
-    if isinstance(config, LlamaConfig):
-        dropped = random.randint(1, tokens)
-        for cropped in random.choice([[cache, reference], [*cache.layers, *reference.layers]]):
-            cropped.crop(-dropped)
-    for count in (1, 20):
-        write_bits([random_bits(2, rows, 2, count, 16) for _ in layers], cache, reference)
-    for kv_cache in cache.kv_caches:
-        kv_cache.check()
-
-
-def test_prompts_that_take_all_memory_are_shared() -> None:
-    cache, reference = pair(lookahead=0, max_bytes=4 * 12 * PAGE_SIZE["cpu"])
-    write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 4, 1, 1, 1) for _ in cache.layers], cache, reference)
-    for _ in range(2):
-        write_bits([random_bits(2, 4, 2, 1, 16) for _ in cache.layers], cache, reference)
-    assert used(cache) == 11 + 4
-
-
 def test_a_window_of_one_token_keeps_none_to_share() -> None:
     """Without a cache: `DynamicCache` keeps all tokens behind a window of one."""
     model = MistralForCausalLM(MistralConfig(**DECODER, sliding_window=1)).eval()
     prompts = random_tokens(model, 1, 40).repeat(3, 1)
     cache = VmmCache(model.config, 200, page_size=PAGE_SIZE["cpu"])
     assert torch.equal(generate(model, prompts, past_key_values=cache), generate(model, prompts, use_cache=False))
-
-
-@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
-def test_sharing_that_fails_leaves_what_was_or_is_refused(call: str) -> None:
-    for skip in range(6):
-        driver, cache, reference = on_faulty()
-        write_bits([random_bits(2, 1, 2, 46, 16).repeat(1, 3, 1, 1, 1) for _ in cache.layers], cache, reference)
-        new = [random_bits(2, 3, 2, 1, 16) for _ in cache.layers]
-        fault = driver.fail(call, skip)
-        with suppress(vmmkv.DriverError):
-            write_bits(new, cache, copy.deepcopy(reference))
-            cache.crop(-1)
-        driver.heal()
-        assert fault.was_met or skip
-        try:
-            write_bits(new, cache, reference)
-        except vmmkv.UnfinishedPassError:
-            cache.reset()
-            reference = DynamicCache(config=LlamaConfig(**DECODER))
-            write_bits(new, cache, reference)
-        for kv_cache in cache.kv_caches:
-            kv_cache.check()
-
-
-def random_bits(*shape: int) -> torch.Tensor:
-    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
-
-
-def write_bits(layers: list[torch.Tensor], cache: VmmCache, reference: DynamicCache) -> None:
-    """A pass of K and V, int32 `[2, rows, heads, tokens, head_dim]` for each layer; both must hold the same bits."""
-    for index, (k, v) in enumerate(states.view(torch.float32) for states in layers):
-        pairs = zip(cache.update(k, v, index), reference.update(k, v, index))
-        assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
 
 def test_a_batch_without_room_for_more_is_as_before() -> None:
@@ -375,7 +299,7 @@ def test_two_models_run_out_only_together(device: str) -> None:
     assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
 
 
-def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) -> None:
+def test_copies_lie_on_the_same_pool(device: str) -> None:
     own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
     pool = make_pool(device)
     given = full_layers(pool)
@@ -386,10 +310,7 @@ def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) 
     assert own.pools[0].limit_pages == 32
     assert shared.pools == given.pools == [pool]
     assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
-    loaded = pickle.loads(pickle.dumps([own, given]))
-    assert loaded[0].pools[0].limit_pages == 32
-    assert loaded[1].pools not in ([], [pool])
-    for cache, reference in ((twin, own), (shared, given), (loaded[0], own), (loaded[1], given)):
+    for cache, reference in ((twin, own), (shared, given)):
         for states, expected in zip(cache, reference, strict=True):
             assert all(map(torch.equal, states[:2], expected[:2]))
 
@@ -413,11 +334,11 @@ def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
 
 def test_what_a_pool_does_not_go_with_is_refused() -> None:
     for arguments, message in (
-        ({"max_bytes": "1GiB"}, "beside a pool"),
-        ({"page_size": 4096}, "beside a pool"),
+        ({"max_bytes": "1GiB"}, "a pool has its own"),
+        ({"page_size": 4096}, "a pool has its own"),
         ({"pool": "60GiB"}, "FramePool"),
     ):
-        with pytest.raises(vmmkv.ArgumentError, match=message):
+        with pytest.raises(ValueError, match=message):
             VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
 
 

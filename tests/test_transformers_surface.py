@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import io
 import pickle
 import warnings
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import each_with_few, open_drivers_with, run_python, seed_alone
+from conftest import each_with_few, open_drivers_with, seed_alone
 from generation import (
     LENGTHS,
     PAGE_SIZE,
@@ -54,17 +53,8 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "sliding_window_size": WINDOW, "d_rel": 4, "rel_extent": 16, "moe_intermediate_size": 16, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "layer_types": ["hybrid", "hybrid_sliding"] * 2,
     }),
-    "deepseek-v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {
-        **MODELS["deepseek-v3"][2], "index_topk": 6, "index_head_dim": 16, "index_n_heads": 4,
-    }),
-    "minimax-m3": ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextConfig", {
-        **DECODER, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 64,
-        "shared_intermediate_size": 16, "rotary_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4,
-        "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-        "mlp_layer_types": ["dense"] * 4,
-    }),
 }  # fmt: skip
-"""Their layers keep K and V beside the states of linear attention, or the keys of an indexer."""
+"""Their layers keep K and V beside the states of linear attention."""
 
 
 def make_model(model_class: str, config_class: str, sizes: dict[str, Any], attention: str = "sdpa") -> PreTrainedModel:
@@ -104,7 +94,7 @@ def test_hybrid_layers(name: str, num_beams: int, device: str) -> None:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*HYBRIDS, "qwen3-next"])
 def test_hybrid_layers_between_generations(name: str) -> None:
-    """Copies and pickles go on as the original does, selected sequences as if they had been there from the start; and a
+    """Copies go on as the original does, selected sequences as if they had been there from the start; and a
     reset makes room for another number of sequences."""
     model = tiny_model(name, "sdpa", "cpu") if name in MODELS else make_model(*HYBRIDS[name])
     prompt, more, end = (random_tokens(model, 2, tokens, seed=tokens) for tokens in (20, 3, 2))
@@ -112,7 +102,7 @@ def test_hybrid_layers_between_generations(name: str) -> None:
     for each in (cache, reference):
         model(prompt, past_key_values=each)
     expected = model(more, past_key_values=reference).logits
-    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+    for twin in (copy.deepcopy(cache), cache):
         torch.testing.assert_close(model(more, past_key_values=twin).logits, expected, atol=1e-4, rtol=1e-4)
     order = torch.tensor([1, 1, 0])
     cache.batch_repeat_interleave(2)
@@ -275,25 +265,23 @@ def test_names_and_values_are_those_of_a_dynamic_cache(pair: Pair) -> None:
         cache[0]
 
 
-def test_assignments_write_over_what_is_there(pair: Pair, mixed_config: PreTrainedConfig) -> None:
-    forward("cpu", 2, 10, *pair)
-    layer = pair[0].layers[1]
-    for states, error, message in (
-        (layer.keys[:, :, 1:], vmmkv.ShapeError, r"\[2, 2, 9, 16\].*layer 1 holds \[2, 2, 10, 16\].*crop\(\)"),
-        (layer.keys.half(), vmmkv.DtypeError, "float16.*float32"),
-        (layer.keys.to("meta"), vmmkv.DeviceError, "meta"),
-        (None, vmmkv.ArgumentError, r"reset\(\)"),
-        (layer.keys.clone().requires_grad_(), vmmkv.AutogradError, "gradients"),
-    ):
-        for name in ("keys", "values"):
-            with pytest.raises(error, match=message):
-                setattr(layer, name, states)
-    check_same_state(*pair)
-    with pytest.raises(vmmkv.ShapeError, match="holds nothing"):
-        vmm_cache(mixed_config, "cpu").layers[0].keys = layer.keys
+def test_what_users_of_one_layer_cannot_do(pair: Pair) -> None:
+    """Assign K and V, which are views to write to, ask for other sequences, or offload."""
+    cache, order = pair[0], torch.tensor([1, 0])
+    cache.layers[0].reorder_cache(order)  # of nothing
+    forward("cpu", 2, 9, *pair)
+    for each in pair:
+        each.layers[1].values.mul_(3)
+    layer = cache.layers[1]
+    with pytest.raises(AttributeError):
+        layer.keys = layer.keys * 2
+    for method in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+        with pytest.raises(vmmkv.UnsupportedError, match="VmmCache"):
+            getattr(layer, method)(order)
     for method in (layer.offload, layer.prefetch):
         with pytest.raises(vmmkv.UnsupportedError, match=r"DynamicCache\(offloading=True\)"):
             method()
+    check_same_state(*pair)
 
 
 # ---------------------------------------------------------------------- what is written
@@ -304,10 +292,10 @@ def test_what_cannot_be_written_is_refused_by_name(pair: Pair) -> None:
     cache, _ = pair
     k, v = random_kv("cpu", 2, 1)
     refused = [
-        ((k, v, 99), vmmkv.OutOfRangeError, "layer 99; this cache has 4 layers"),
-        ((k, v, "0"), vmmkv.ArgumentError, "layer '0'"),
+        ((k, v, 99), IndexError, ""),
+        ((k, v, "0"), TypeError, ""),
         ((k, v.int(), 0), vmmkv.DtypeError, "K as torch.float32 and V as torch.int32"),
-        ((k.numpy(), v, 3), vmmkv.ArgumentError, "ndarray and Tensor as K and V of layer 3"),
+        ((k.numpy(), v, 3), vmmkv.ShapeError, "K ndarray"),
         ((k[0], v[0], 3), vmmkv.ShapeError, r"K \[2, 1, 16\].*layer 3.*batch_size"),
         ((k, v[:1], 2), vmmkv.ShapeError, r"V \[1, 2, 1, 16\] for layer 2"),
         ((k, random_kv("cpu", 2, 2)[1], 0), vmmkv.ShapeError, r"\[2, 2, 1, 16\] and V \[2, 2, 2, 16\].*head_dim may"),
@@ -374,8 +362,6 @@ def test_selections(pair: Pair, mixed_config: PreTrainedConfig, name: str) -> No
     else:
         reference.batch_select_indices(SELECTIONS[name])
     check_same_state(cache, reference)
-    cache.layers[1].batch_select_indices(torch.tensor([], dtype=torch.long))
-    assert cache.get_seq_length(1) == 0
 
 
 def test_selections_of_sequences_that_are_not_there(pair: Pair) -> None:
@@ -431,78 +417,10 @@ def test_a_crop_that_one_layer_refuses_changes_none() -> None:
 # ---------------------------------------------------------------------- saving
 
 
-def saved(cache: VmmCache, how: str) -> bytes:
-    (pickle.dump if how == "pickle" else torch.save)(cache, file := io.BytesIO())
-    return file.getvalue()
-
-
-LOAD = """
-    import pickle, sys
-    from pathlib import Path
-    import torch
-    folder = Path(sys.argv[1])
-    k, v = torch.load(folder / "next")
-    for how in ("pickle", "torch.save"):
-        file = folder / how
-        loaded = pickle.loads(file.read_bytes()) if how == "pickle" else torch.load(file, weights_only=False)
-        states = [tuple(map(torch.clone, loaded.update(k, v, layer))) for layer in range(len(loaded))]
-        torch.save((loaded.get_seq_length(), states), folder / f"{how}.out")
-"""
-
-
-def test_saved_tokens_are_loaded_by_another_process(pair: Pair, tmp_path: Path) -> None:
-    cache, reference = pair
-    for tokens in (30, *[1] * 20):
-        forward("cpu", 3, tokens, *pair)
-    kv = random_kv("cpu", 3, 2)
-    torch.save(kv, tmp_path / "next")
-    for how in ("pickle", "torch.save"):
-        (tmp_path / how).write_bytes(saved(cache, how))
-    process = run_python(LOAD, str(tmp_path))
-    assert process.returncode == 0, process.stderr
-    expected = [reference.update(*kv, layer) for layer in range(len(reference))]
-    for how in ("pickle", "torch.save"):
-        length, states = torch.load(tmp_path / f"{how}.out")
-        assert length == 52
-        assert all(torch.equal(*pair) for layer in zip(states, expected, strict=True) for pair in zip(*layer))
-
-
-@pytest.mark.gpu
-def test_tokens_are_loaded_onto_another_device(mixed_config: PreTrainedConfig) -> None:
-    cache, reference = vmm_cache(mixed_config, "cuda"), DynamicCache(config=mixed_config)
-    for index in range(len(cache)):
-        k, v = random_kv("cpu", 2, 9)
-        cache.update(k.cuda(), v.cuda(), index)
-        reference.update(k, v, index)
-    loaded = torch.load(io.BytesIO(saved(cache, "torch.save")), weights_only=False, map_location="cpu")
-    assert {kv_cache.device.type for kv_cache in loaded.kv_caches} == {"cpu"}
-    forward("cpu", 2, 1, loaded, reference)
-    check_same_state(loaded, reference)
-
-
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_nothing_but_tokens_is_saved(pair: Pair, mixed_config: PreTrainedConfig, how: str) -> None:
-    """Neither what a window has left behind, nor what another batch has left in the pages; and no compiled cache."""
-    secret, kept = random_kv("cpu", 2, 40), random_kv("cpu", 2, 40)
-    cache, reference = pair
-    forward("cpu", 2, 9, pickle.loads(saved(cache, "pickle")), reference)  # none yet
-    for index in range(len(cache)):
-        cache.update(*secret, index)
-    cache.reset()
-    for tokens in (slice(20), slice(20, None)):
-        for index in range(len(cache)):
-            cache.update(*(states[:, :, tokens] for states in kept), index)
-    cache.crop(0)
-    data = saved(cache, how)
-    token_bytes = kept[0][0, :, 0].numel() * 2 * 4
-    assert len(data) < 20_000 + 2 * (2 * 40 + 2 * (WINDOW - 1)) * token_bytes
-
-    def is_there(states: torch.Tensor) -> bool:
-        return any(states[row, head, token].numpy().tobytes() in data for row, head, token in np.ndindex(2, 2, 40))
-
-    assert [is_there(states) for states in (kept[0], *secret)] == [True, False, False]
-    with pytest.raises(vmmkv.UnsupportedError, match=r"compile=True.*deepcopy"):
-        saved(vmm_cache(mixed_config, "cpu", compile=True), how)
+def test_caches_are_not_saved(pair: Pair, mixed_config: PreTrainedConfig) -> None:
+    for cache in (pair[0], vmm_cache(mixed_config, "cpu", compile=True)):
+        with pytest.raises(vmmkv.UnsupportedError, match="deepcopy"):
+            pickle.dumps(cache)
 
 
 # ---------------------------------------------------------------------- several devices
@@ -562,9 +480,9 @@ def test_each_device_has_rows_of_its_own(mixed_config: PreTrainedConfig, devices
         each.reorder_cache(torch.tensor([1, 0]))
         each.batch_repeat_interleave(2)
         each.batch_select_indices(torch.tensor([3, 0, 1]))
-    twin, loaded = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    twin = copy.deepcopy(cache)
     assert places(twin) == expected
-    for each in (cache, twin, loaded):
+    for each in (cache, twin):
         check_same_state(each, reference)
     forward_on(devices, 3, 1, twin, copy.deepcopy(reference))
     check_same_state(cache, reference)
@@ -622,5 +540,4 @@ def test_a_model_on_two_gpus(name: str) -> None:
         output = model.generate(tokens, past_key_values=cache, do_sample=False, **mode, **LENGTHS)
         assert torch.equal(output, expected)
         assert {kv_cache.device.index for kv_cache in cache.kv_caches} == {0, 1}
-        assert pickle.loads(pickle.dumps(cache)).get_seq_length() == cache.get_seq_length()
         cache.reset()

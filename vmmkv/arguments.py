@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, KeysView, Mapping, Set
+from collections.abc import Collection, Iterable, KeysView, Mapping, Set, ValuesView
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,20 +14,14 @@ from .errors import (
     DtypeError,
     LayoutError,
     OutOfRangeError,
-    RetentionError,
     SequenceTooLongError,
     ShapeError,
 )
 from .layout import KVLayout, as_index, shown, whole_number
-from .prefix.retention import MAX_PRIORITY, MIN_PRIORITY, check_priority
 
 
 def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
-    """Returns how many sequences there are to be, and of how many tokens.
-
-    Raises:
-        ArgumentError, LayoutError: there cannot be such.
-    """
+    """Returns the numbers of sequences and of their tokens. Raises `ArgumentError` or `LayoutError`."""
     if not isinstance(layout, KVLayout):
         raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
     max_sequences = whole_number("max_sequences", max_sequences)
@@ -43,12 +37,7 @@ def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_st
 
 
 def check_size(name: str, value: object, least: int = 1) -> int:
-    """Returns a size.
-
-    Raises:
-        ArgumentError: it is no whole number.
-        LayoutError: it is less than `least`.
-    """
+    """Returns a whole number of at least `least`. Raises `ArgumentError` or `LayoutError`."""
     number = as_index(name, value)
     if number < least:
         raise LayoutError(f"asked for {name}={shown(number)}; it is at least {least}")
@@ -56,27 +45,11 @@ def check_size(name: str, value: object, least: int = 1) -> int:
 
 
 def not_negative(name: str, value: object) -> int:
-    """Returns a whole number of tokens, from 0 on.
-
-    Raises:
-        LayoutError: it is none.
-    """
+    """Returns a whole number of tokens, from 0 on. Raises `LayoutError`."""
     number = whole_number(name, value)
     if number < 0:
         raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
     return number
-
-
-def check_host_priority(priority: int | None) -> None:
-    """Raises `ArgumentError` for a lowest priority of the host tier that is no priority, nor None."""
-    if priority is None:
-        return
-    try:
-        check_priority(priority, None)
-    except RetentionError:
-        raise ArgumentError(
-            f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
-        ) from None
 
 
 def check_flags(**flags: object) -> None:
@@ -91,11 +64,7 @@ Item = TypeVar("Item")
 
 
 def one_of(items: list[Item], number: int, kind: str) -> Item:
-    """Returns one of a cache's layers, or of its ranges; from the last one, as of a list, where the number is negative.
-
-    Raises:
-        ArgumentError, OutOfRangeError: there is none of this number.
-    """
+    """Returns a layer or range of a cache; a negative number counts from the last. Raises `OutOfRangeError`."""
     number = as_index(kind, number)
     try:
         return items[number]
@@ -104,11 +73,7 @@ def one_of(items: list[Item], number: int, kind: str) -> Item:
 
 
 def row_number(row: int, max_sequences: int) -> int:
-    """Returns the number of a row.
-
-    Raises:
-        ArgumentError, OutOfRangeError: it is none.
-    """
+    """Returns the number of a row. Raises `ArgumentError` or `OutOfRangeError`."""
     row = as_index("row", row)
     if not 0 <= row < max_sequences:
         raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {max_sequences - 1}")
@@ -116,14 +81,8 @@ def row_number(row: int, max_sequences: int) -> int:
 
 
 def batch_of(cache: object, sequences: Iterable[Sequence], *, repeated: bool = False) -> list[Sequence]:
-    """Lists sequences of a cache, each once.
-
-    Args:
-        repeated: whether they may be named several times.
-
-    Raises:
-        TypeError, ValueError: they are none, or another cache's, or one is named twice.
-    """
+    """Lists sequences of a cache; with `repeated` they may be named several times. Raises `TypeError` or
+    `ValueError`."""
     if isinstance(sequences, Sequence):
         raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
     try:
@@ -143,11 +102,8 @@ def batch_of(cache: object, sequences: Iterable[Sequence], *, repeated: bool = F
 
 
 def indices_of(indices: Iterable[int], count: int) -> list[int]:
-    """Returns as many indices as there are sequences, of these.
-
-    Raises:
-        ArgumentError, ValueError, OutOfRangeError: they are none, or not as many.
-    """
+    """Returns as many indices as there are sequences, of these. Raises `ArgumentError`, `ValueError` or
+    `OutOfRangeError`."""
     try:
         each = list(indices)
     except TypeError:
@@ -163,26 +119,17 @@ def indices_of(indices: Iterable[int], count: int) -> list[int]:
 def whole_numbers(
     name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
 ) -> npt.NDArray[np.int64]:
-    """Returns `[count]` numbers from 0 to `limit`, of as many or of one for all.
-
-    Raises:
-        TypeError, ValueError, SequenceTooLongError: they are none, or not as many, or too large.
-    """
-    if type(numbers) is int:  # in each step of a decode loop
-        check_length(check_tokens(numbers, name), limit)
-        return np.full(count, numbers, np.int64)
+    """Returns `[count]` numbers from 0 to `limit`, of as many or of one for all. Raises `TypeError`, `ValueError` or
+    `SequenceTooLongError`."""
+    if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
+        raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
     try:
-        given = np.asarray(numbers)
+        given = np.asarray([*numbers] if isinstance(numbers, KeysView | ValuesView) else numbers)
     except ValueError:  # lists of several lengths
         raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
-    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
-        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
-            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
-        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
-        each = list(values) if isinstance(values, Collection) else [values]
-        for number in each:
+    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
+        for number in np.asarray(numbers, object).ravel().tolist():
             check_length(check_tokens(number, name), limit)
-        given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
     check_tokens(int(given.min(initial=0)), name)
@@ -200,11 +147,7 @@ def check_length(length: int, max_seq_len: int) -> None:
 
 
 def check_tokens(tokens: int, name: str = "tokens") -> int:
-    """A whole number, of tokens or of what is named.
-
-    Raises:
-        ArgumentError, ValueError: it is none, or negative.
-    """
+    """A whole number, of tokens or of what is named. Raises `ArgumentError` or `ValueError`."""
     if type(tokens) is int and tokens >= 0:  # each growth comes here
         return tokens
     tokens = as_index(name, tokens)
@@ -214,35 +157,18 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     return tokens
 
 
-def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
-    """Token ids as an array.
-
-    Raises:
-        ArgumentError, ShapeError, DtypeError: they are none.
-    """
+def ids_of(token_ids: npt.ArrayLike) -> Ids:
+    """Token ids as integers of 32 or 64 bits, side by side; arrays of such are not copied. Raises `ArgumentError`,
+    `ShapeError` or `DtypeError`."""
     try:
-        ids = np.asarray(token_ids_given)
+        ids = np.asarray(token_ids)
     except ValueError:
-        raise ShapeError(
-            "got token_ids that are lists of several lengths; give ids of one sequence, [tokens]"
-        ) from None
+        raise ShapeError("got token_ids of several lengths; give ids of one sequence, [tokens]") from None
     except TypeError as error:  # a tensor on a GPU
         raise ArgumentError(f"got token_ids that are no array: {error}") from None
-    return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy
-
-
-def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
-    """Ids as integers of 32 or 64 bits, side by side; arrays of such are not copied.
-
-    Raises:
-        ArgumentError: no array.
-        ShapeError: it has not one dimension.
-        DtypeError: it is not of integers, or of such as 64 bits with a sign do not hold.
-    """
-    if not isinstance(ids, np.ndarray):
-        raise ArgumentError(f"asked for the tokens of a {type(ids).__name__}; give a numpy array of token ids")
+    ids = ids if ids.size else ids.astype(np.int64)  # an empty list is one of floats to numpy
     if ids.ndim != 1:
-        raise ShapeError(f"asked for the tokens of an array of shape {ids.shape}; give ids of one sequence, [tokens]")
-    if ids.dtype != np.int64 and (ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64)):
+        raise ShapeError(f"got token_ids of shape {ids.shape}; give ids of one sequence, [tokens]")
+    if ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64):
         raise DtypeError(f"got token ids of {ids.dtype}; they are integers below 2**63, which int64 holds")
     return np.ascontiguousarray(ids, np.int32 if ids.dtype == np.int32 else np.int64)

@@ -17,11 +17,7 @@ UNITS |= {f"{unit}iB": 1 << (10 * power) for power, unit in enumerate("KMGT", st
 
 
 def parse_bytes(size: float | str, free: int) -> int:
-    """Bytes from `20 * 2**30`, `"20GiB"`, `"20 GB"`, `"80%"` or `0.8` (a share of `free`).
-
-    Raises:
-        BudgetError: it is none of these.
-    """
+    """Bytes from `20 * 2**30`, `"20GiB"`, `"20 GB"`, `"80%"` or `0.8` (a share of `free`)."""
     text = shown(size) if isinstance(size, int) else str(size)
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d*)?)\s*(%|[KMGT]?i?B?)\s*", text)
     number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
@@ -61,11 +57,8 @@ def budget_pages(
         max_tokens: instead of bytes, what this many tokens take however they are spread over
             `max_sequences` sequences: of `n` sequences all but one may begin a page more per range.
         overread: tokens that each sequence has mapped behind its end.
-
-    Raises:
-        BudgetError: both or neither is given, or it is under one page per range or over the memory that there is.
     """
-    if (max_bytes is None) == (max_tokens is None):
+    if max_bytes is not None and max_tokens is not None:
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
     least = len(layout.record_bytes)
     if max_tokens is not None:
@@ -77,17 +70,12 @@ def budget_pages(
         tokens = max_tokens + overread * min(max_sequences, max_tokens)
         pages = layout.pages(tokens, memory.page_size) + begun
         return _check_pages(memory, memory.memory_info(), pages, f"max_tokens={max_tokens}", least)
-    assert max_bytes is not None
-    return pages_within(memory, max_bytes, least)
+    return pages_within(memory, "80%" if max_bytes is None else max_bytes, least)
 
 
 def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes", held: int = 0) -> int:
     """The largest number of pages within `max_bytes` (see `parse_bytes`), which users call `name`; shares are of what
-    is free and of `held` bytes.
-
-    Raises:
-        BudgetError: it is no size, under `least` pages, or over the memory that there is.
-    """
+    is free and of `held` bytes."""
     free, total = memory.memory_info()
     free += held
     pages = parse_bytes(max_bytes, free) // memory.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import html
+import os
 import threading
 import warnings
 from array import array
@@ -23,7 +24,6 @@ from . import debugging, picture, snapshot
 from .arguments import (
     batch_of,
     check_flags,
-    check_host_priority,
     check_length,
     check_shape,
     check_tokens,
@@ -34,7 +34,7 @@ from .arguments import (
     row_number,
     whole_numbers,
 )
-from .budget import pages_within
+from .budget import budget_pages, pages_within, parse_bytes
 from .core import entries
 from .core.addresses import check_address_space
 from .core.cache import Cache
@@ -43,17 +43,24 @@ from .core.pool import SLOTS_AT, TICK, Ask
 from .core.reordering import reorder
 from .driver.driver import fork_error, open_driver
 from .driver.fence import Fence
-from .errors import ArgumentError, BusyError, LeakWarning, OutOfRowsError, UnsupportedError, VmmkvError
+from .errors import (
+    ArgumentError,
+    BusyError,
+    LeakWarning,
+    OutOfRowsError,
+    UnsupportedError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
-from .opening import check_log, check_reserved, host_bytes_of, lookahead_of, pool_on
 from .pool import FramePool, check_pool_alone, holders
 from .prefix.prefixes import Prefixes, tenant_key
-from .prefix.retention import Retention
+from .prefix.retention import Retention, check_priority
 from .scales import SequenceScales
-from .sequence import Sequence, check_reusable, closed_cache
+from .sequence import Sequence, check_reusable
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from .tier.host_tier import HostTier
@@ -61,6 +68,8 @@ from .transfer import receive
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
+LOOKAHEAD_PAGES = 4
+"""Pages of tokens mapped ahead by default, on a GPU."""
 
 
 class KVCache(Cache):
@@ -68,7 +77,8 @@ class KVCache(Cache):
 
     All methods may be called from several threads; a single sequence may be used by one thread at a time. A finalizer,
     or a signal handler, that runs in the middle of an operation may free sequences; what needs a page then raises
-    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
+    `BusyError`. After `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`. An error
+    leaves the cache and its sequences as they were, unless the method says otherwise.
 
     Args:
         layout: the shape of a token.
@@ -112,6 +122,7 @@ class KVCache(Cache):
             pool cannot reserve that much.
         DeviceError: there is no such device.
         DriverError: the driver could not reserve the addresses.
+        RetentionError: `host_priority` is no priority.
         ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
     """
 
@@ -148,20 +159,33 @@ class KVCache(Cache):
         host_priority: int | None = 30,
         event_log: EventLog | None = None,
     ) -> None:
+        if event_log is not None and not isinstance(event_log, EventLog):
+            raise ArgumentError(f"got event_log={event_log!r}; it must be a vmmkv.events.EventLog")
         if event_log is not None:
-            check_log(event_log)
-        check_host_priority(host_priority)
+            event_log.check_new()
+        check_priority(0 if host_priority is None else host_priority, None)
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         overread = not_negative("overread", overread)
-        check_reserved(pool, reserved)
+        lookahead = None if lookahead is None else not_negative("lookahead", lookahead)
+        if pool is None and reserved:
+            raise ArgumentError(
+                f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
+                "that it shares with others"
+            )
         check_pool_alone(pool, device=device, page_size=page_size)
         self.owns_pool = pool is None
-        memory = open_driver(device, page_size) if pool is None else pool
-        pool, limit = pool_on(memory, layout, max_sequences, max_bytes, max_tokens, overread)
+        budget = layout, max_sequences, max_bytes, max_tokens, overread
+        if pool is None:
+            driver = open_driver(device, page_size)
+            pool, limit = FramePool.on(driver, budget_pages(driver, *budget) * driver.page_size), None
+            pool.is_shared = False
+        else:
+            limit = None if max_bytes is max_tokens is None else budget_pages(pool, *budget)
         row_bytes = sum((max_seq_len + overread) * record for record in layout.record_bytes)
         check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
-        self.lookahead = lookahead_of(lookahead, layout, pool)
+        ahead = LOOKAHEAD_PAGES * pool.page_size if pool.device.type == "cuda" else 0
+        self.lookahead = -(-ahead // min(layout.record_bytes)) if lookahead is None else lookahead
         self.layout = layout
         super().__init__(
             pool,
@@ -180,7 +204,10 @@ class KVCache(Cache):
         """With debugging: where the last sequence of each row was started."""
         self._tells_leaks = pool.is_debugged
         self.account_name = pool.name(self)
-        self.host_tier = HostTier(proxy(self), host_bytes_of(host_bytes), host_priority) if host_bytes else None
+        self.host_tier = None
+        if host_bytes:
+            nbytes = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            self.host_tier = HostTier(proxy(self), nbytes, host_priority)
         self._export()
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
@@ -223,16 +250,11 @@ class KVCache(Cache):
         return self.pool.driver.page_size
 
     def check_usable(self) -> None:
-        """Raises what forbids any use.
-
-        Raises:
-            UseAfterFreeError: it was closed.
-            ForkError: it belongs to another process.
-        """
+        """Raises `UseAfterFreeError` if it was closed, and `ForkError` if it belongs to another process."""
         if self.pool.word("dead"):
             raise fork_error()
         if not self.is_open:
-            raise closed_cache()
+            raise UseAfterFreeError("this KVCache was closed; make a new one")
 
     # ------------------------------------------------------------------ sequences
 
@@ -283,16 +305,20 @@ class KVCache(Cache):
             StreamCaptureError: a CUDA graph is being captured, and pages have to be filled or copied.
             OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
-                new sequence then.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`.
         """
         if row is not None:
             row = row_number(row, self.max_sequences)
         check_flags(reuse=reuse, whole=whole)
+        if self.scales:
+            self.scales.check_not_captured()
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
         if token_ids is not None:
             ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
-            tokens = self._check_ids(ids, tokens, row)
+            check_reusable(self.layout)
+            if tokens or row is not None:
+                raise ArgumentError(f"got tokens={tokens}, row={row} and token_ids; give token_ids alone")
+            tokens = len(ids)
             if reuse:
                 check_length(max(tokens, expected), self.max_seq_len)
                 return self._reusing(ids, names, whole, expected)
@@ -305,37 +331,22 @@ class KVCache(Cache):
         check_length(max(tokens, expected), self.max_seq_len)
         return self._begun(self.start(tokens, expected=expected, key=tenant_key(tenant), row=row))
 
-    def _check_ids(self, ids: Ints, tokens: int, row: int | None) -> int:
-        """The number of these ids, if a sequence can begin with them."""
-        check_reusable(self.layout)
-        if tokens:
-            raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
-        if row is not None:
-            raise ArgumentError(f"got row={row} and token_ids, which may lie in another row; give one of them")
-        return len(ids)
-
     def _reusing(self, ids: Ints, names: tuple[Name, Name, Name], whole: bool, expected: int) -> Sequence:
         """Starts a sequence that begins with the cached tokens of these ids."""
-        self._check_told(ids)
         if self.event_log is not None:
+            check_ids(ids)
             told_names(*names)
         with _making:
             if self.prefixes is None:
                 self.prefixes = Prefixes(proxy(self), tier=self.host_tier)
-        with self.pool.nvtx.hit:
+        with self.pool.nvtx("vmmkv: prefix hit"):
             found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
         sequence = self._begun(found)
         sequence.cached_tokens = cached
-        count = len(ids)
         for each in (self, self.pool):
-            each.prompt_tokens += count
+            each.prompt_tokens += len(ids)
             each.cached_tokens += cached
         return sequence
-
-    def _check_told(self, ids: Ints) -> None:
-        """Raises `ArgumentError` for ids that routers cannot be told, if there is an event log."""
-        if self.event_log is not None:
-            check_ids(ids)
 
     def shared_pages(
         self,
@@ -347,8 +358,7 @@ class KVCache(Cache):
         tenant: Name = None,
     ) -> int:
         """The number of pages that a sequence of these tokens would share with live ones if it began now: it takes that
-        many fewer of `available_pages`. Arguments and their errors are as in `sequence`.
-        """
+        many fewer of `available_pages`. Arguments and their errors are as in `sequence`."""
         self.check_usable()
         check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
         ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
@@ -359,15 +369,12 @@ class KVCache(Cache):
         check_reusable(self.layout)
         if self.prefixes is None:
             raise ArgumentError(f"{sequence!r} was started without token_ids, or not for reuse")
-        self._check_told(ids)
+        if self.event_log is not None:
+            check_ids(ids)
         self.prefixes.commit(sequence, ids, retention)
 
     def tier(self) -> HostTier:
-        """The host tier, which holds suspended sequences.
-
-        Raises:
-            ArgumentError: the cache was made without one.
-        """
+        """The host tier, which holds suspended sequences. Raises `ArgumentError` if the cache has none."""
         if self.host_tier is None:
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self.host_tier
@@ -393,16 +400,17 @@ class KVCache(Cache):
 
         Raises:
             OutOfRowsError: there are fewer rows left than that.
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
-            TypeError, ValueError: it is no sequence of this cache, or no such number.
+            TypeError, ValueError: it is no sequence of this cache, or no such number; and what `Sequence.fork` raises.
         """
         (parent,) = batch_of(self, [sequence])
         left = self.max_sequences - int(self.state[0]["live"])
         if check_tokens(count, "count") > left:
             raise OutOfRowsError(f"asked for {count} sequences; {left} of max_sequences={self.max_sequences} are left")
         children: list[Any] = []
+        if self.scales:
+            self.scales.check_not_captured()
         try:
-            with self.pool.nvtx.fork:
+            with self.pool.nvtx("vmmkv: fork"):
                 for _ in range(count):
                     children.append(self._begun(self.share(parent, parent.length)))
                     if self.prefixes:
@@ -444,19 +452,15 @@ class KVCache(Cache):
                 sender's ids, salt or adapter.
             LayoutError: the sequence is of another layout.
             SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. In all these cases the
-                sender gets `TransferRefusedError`, nothing has changed, and both processes can go on.
+                sender gets `TransferRefusedError`, and both processes can go on.
             TransferError: the sender is gone, does not send within the group's timeout, or sends something else.
-            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+            StreamCaptureError: a CUDA graph is being captured.
         """
         check_flags(reuse=reuse)
         return receive(self, rank, group, expected_tokens, name_of("tenant", tenant), reuse)
 
     def order_behind(self, sequence: Sequence) -> None:
-        """Has the current stream wait for all work on a sequence so far.
-
-        Raises:
-            StreamCaptureError, UseAfterFreeError: nothing has changed.
-        """
+        """Has the current stream wait for all work on a sequence so far."""
         ask = Ask()
         code = entries.fence(self.address, sequence.ticket, ask.address)
         if code < 0:
@@ -486,20 +490,18 @@ class KVCache(Cache):
         Raises:
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
-            StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
-                cases; but sequences of a circle may have copies of what they shared.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
-            OutOfRangeError: there is no such index.
             UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
-                tokens would come to another tenant. Nothing has changed, but that sequences of a circle may have copies
-                of what they shared.
-            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
-                whole numbers, or not one for each sequence.
+                tokens would come to another tenant. As after other errors, sequences of a circle may have copies of
+                what they shared.
+            StreamCaptureError: a CUDA graph is being captured.
+            TypeError, ValueError, OutOfRangeError: these are not sequences of this cache, or one is named twice; or the
+                indices are not one for each sequence, and of these.
         """
         batch = batch_of(self, sequences)
         chosen = indices_of(indices, len(batch))
-        with self.pool.nvtx.reorder:
+        with self.pool.nvtx("vmmkv: reorder"):
             reorder(self, batch, chosen)
             if self.scales:
                 self._reorder_scales({each: batch[index] for each, index in zip(batch, chosen)})
@@ -533,9 +535,8 @@ class KVCache(Cache):
         makes room for.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies, and some no longer
-                as committed ones.
+            OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`. All sequences hold their tokens
+                as before: some perhaps in copies, and some no longer as committed ones.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
@@ -563,11 +564,9 @@ class KVCache(Cache):
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`.
-            BusyError, SuspendedError, UseAfterFreeError: as there. No sequence has changed in all these cases.
-            TypeError: something is not a sequence, or not a whole number.
-            ValueError: a sequence belongs to another cache or is named twice, a number is negative, or there is not one
-                for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError: as in `Sequence.extend`.
+            TypeError, ValueError: something is not a sequence of this cache, or is named twice; or not a number for
+                each sequence, from 0 on; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
         batch = batch_of(self, sequences)
         counts = tokens if type(tokens) is int else whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
@@ -583,7 +582,7 @@ class KVCache(Cache):
         self, tickets: int, count: int, each: int, counts: array[int] | None = None, starts: array[int] | None = None
     ) -> None:
         """`extend` where pages may have to be mapped."""
-        with self.pool.nvtx.growth:
+        with self.pool.nvtx("vmmkv: growth"):
             super().grow(tickets, count, each, counts, starts)
 
     def free(self, sequences: Iterable[Sequence]) -> None:  # type: ignore[override]
@@ -604,11 +603,9 @@ class KVCache(Cache):
         """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
 
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
-        GPU's context.
-
-        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence. The storage of any of these views is the whole
-        range: printing or reading that ends the process, too. To copy, save or share a view, `clone()` it first.
+        GPU's context. So do not print, compare or copy these as a whole, nor more of a row than it has tokens. The
+        storage of any of these views is the whole range: printing or reading that ends the process, too. To copy, save
+        or share a view, `clone()` it first. `Sequence.k` and `v` are as long as their sequence.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width, of the layout's
@@ -627,10 +624,8 @@ class KVCache(Cache):
         return one_of(self._views, layer, "layer")
 
     def scaled_kv(self, layer: int) -> ScaledKV:
-        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
-
-        `vmmkv.kernels` take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of
-        `kv`.
+        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales. `vmmkv.kernels`
+        take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of `kv`.
 
         Returns:
             K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
@@ -638,8 +633,7 @@ class KVCache(Cache):
             `sequence_scales` only.
 
         Raises:
-            OutOfRangeError, ArgumentError: there is no such layer.
-            UnsupportedError: the layout has no scales.
+            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no scales.
         """
         self.check_usable()
         if self.layout.scales is None:
@@ -652,22 +646,19 @@ class KVCache(Cache):
         """The scales of whole sequences of one layer, by row: of a layout with `scales="sequence_head"`.
 
         They are yours to write, before a sequence has tokens: what was rounded with others would be other numbers.
-        `vmmkv.kernels.sequence_scales` makes them of a prompt. `vmmkv.kernels.append` takes them as `k_scales` and
-        `v_scales`, rounds with them and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3
-        takes as `k_descale` and `v_descale`.
+        `vmmkv.kernels.sequence_scales` makes them of a prompt; `vmmkv.kernels.append` takes them as `k_scales` and
+        `v_scales`, and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3 takes as
+        `k_descale` and `v_descale`.
 
         A new sequence has scales of 1. Forks begin with those of their parent; sequences that are reordered, suspended
-        or sent to another process take theirs along.
-
-        All of a cache's are `max_sequences * num_layers` times 8 bytes for each KV head, in plain memory of torch,
-        which is no part of its budget, and which `stats` does not count.
+        or sent to another process take theirs along. All of a cache's are `max_sequences * num_layers` times 8 bytes
+        for each KV head, in plain memory of torch, which is no part of its budget, and which `stats` does not count.
 
         Returns:
             Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
 
         Raises:
-            OutOfRangeError, ArgumentError: there is no such layer.
-            UnsupportedError: the layout has no such scales.
+            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no such scales.
         """
         self.check_usable()
         if self.layout.scales != "sequence_head":
@@ -679,23 +670,15 @@ class KVCache(Cache):
         return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
-        """One range of the layout, all rows of it: `[elements]` of its dtype. K and V of its layers are views of this
-        tensor.
-
+        """One range of the layout, all rows of it: `[elements]` of its dtype, of which K and V of its layers are views.
         For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
-        print it either.
-
-        Raises:
-            OutOfRangeError, ArgumentError: there is no such range.
-        """
+        print it. Raises `OutOfRangeError` or `ArgumentError`."""
         self.check_usable()
         return one_of(self._ranges, index, "range")
 
     def trim(self) -> int:
-        """Gives surplus, cached prefixes and free pages back to the system; returns the number of bytes. Those that
-        others on the pool have left free go, too.
-
-        Waits for GPU work that still uses them.
+        """Gives surplus, cached prefixes and free pages back to the system, also those that others on the pool have
+        left free; returns the number of bytes. Waits for GPU work that still uses them.
 
         Raises:
             DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
@@ -706,14 +689,12 @@ class KVCache(Cache):
         return self.trim_own() * self.page_size
 
     def close(self) -> None:
-        """Ends all sequences and gives all memory back now, after all work on the device.
-
-        The addresses stay reserved while a view lives: to touch one after this is a fault.
-        Garbage collection does the same when nobody holds the cache, its sequences or views any more.
+        """Ends all sequences and gives all memory back now, after all work on the device. The addresses stay reserved
+        while a view lives: to touch one after this is a fault. Garbage collection does the same when nothing holds the
+        cache, its sequences or views any more.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
-            DriverError: the device could not be waited for; nothing was closed.
+            StreamCaptureError, DriverError: a CUDA graph is being captured, or the device could not be waited for.
             BusyError: another operation of this thread is not at its end.
         """
         if not self.is_open or self.pool.word("dead"):
@@ -766,21 +747,8 @@ class KVCache(Cache):
             super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
-        """Takes events of the cached prefixes from `event_log`, the oldest first. The log is also an asynchronous
-        iterator of events.
-
-        Args:
-            timeout: seconds to wait if there is no event; None waits until there is one, or the cache is closed.
-            most: the most events to take; None takes all.
-
-        Returns:
-            The events; none after the timeout, or if the cache was closed and none is left.
-
-        Raises:
-            ArgumentError: the cache was made without `event_log`; or `timeout` or `most` has the wrong type, or
-                `timeout` is negative.
-            BudgetError: `most` is not positive.
-        """
+        """Takes events of the cached prefixes from `event_log`: see `EventLog.events`, whose arguments and errors these
+        are. Raises `ArgumentError` if the cache was made without `event_log`."""
         if self.event_log is None:
             raise ArgumentError("asked for the events of a cache that records none; make it with event_log")
         return self.event_log.events(timeout, most=most)
@@ -800,10 +768,6 @@ class KVCache(Cache):
         others = self.pool.word("committed") - committed
         return max(min(int(account["limit"]), self.pool.attainable_pages - others) - used, 0)
 
-    def sequences(self) -> tuple[int, int]:
-        """Live sequences, and their tokens."""
-        return int(self.state[0]["live"]), int(self.state[0]["tokens"])
-
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
         return snapshot.counts(self)["mapped"]
@@ -818,19 +782,12 @@ class KVCache(Cache):
         return snapshot.stats(self)
 
     def page_map(self) -> npt.NDArray[np.int64]:
-        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,
-        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE` or `OTHERS_PAGE`.
-
-        A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
+        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`, or one of the page
+        states, such as `FREE_PAGE`. A large frame belongs to a sequence as a whole, as soon as one of its tokens lies
+        in it."""
         self.check_usable()
         with self.pool.lock:
             return snapshot.page_map(self)
-
-    def page_uses(self) -> npt.NDArray[np.int64]:
-        """By physical page number, how many sequences have had each page and ended: int64 `[pages]`."""
-        self.check_usable()
-        with self.pool.lock:
-            return snapshot.page_uses(self)
 
     def mapped_ranges(self) -> list[MappedRange]:
         """Where pages are mapped now: one run for each row and range of the layout that has any."""

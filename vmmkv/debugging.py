@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 
 OURS = str(Path(__file__).parent) + os.sep, threading.__file__
 """Code that nobody asks for: of this package, and what begins a thread."""
@@ -22,13 +21,8 @@ def is_on() -> bool:
 
 def caller() -> str:
     """Where the user's code is that called us: the innermost places first. Equal places are one string."""
-    return sys.intern(" < ".join(islice(_places(), FRAMES)) or "an unknown place")
-
-
-def _places() -> Iterator[str]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(OURS):
-            yield f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
+    codes = ((frame.f_code, line) for frame, line in walk_stack(sys._getframe(1)))
+    places = (
+        f"{code.co_filename}:{line} in {code.co_name}" for code, line in codes if not code.co_filename.startswith(OURS)
+    )
+    return sys.intern(" < ".join(islice(places, FRAMES)) or "an unknown place")

@@ -106,12 +106,15 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise DtypeError(f"got dtype={self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
-        self._check_scales()
+        if self.scales not in (None, *SCALES):
+            raise LayoutError(
+                f"asked for scales={self.scales!r}; vmmkv keeps scales by {' or '.join(map(repr, SCALES))}, or None"
+            )
+        if self.scales and self.dtype not in SCALED_DTYPES:
+            raise DtypeError(f"asked for scales of {self.dtype}; it must be one of float8_e4m3fn, int8, or scales=None")
         object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
-        if self.num_layers < 1:
-            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
-        if self.num_layers > MAX_LAYERS:
-            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at most {MAX_LAYERS}")
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one, at most {MAX_LAYERS}")
         if self.layers_per_range is not None:
             object.__setattr__(self, "layers_per_range", whole_number("layers_per_range", self.layers_per_range))
             if self.layers_per_range < 1:
@@ -127,15 +130,6 @@ class KVLayout:
             object.__setattr__(self, name, value)  # a frozen layout is hashable
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
-
-    def _check_scales(self) -> None:
-        if self.scales not in (None, *SCALES):
-            raise LayoutError(
-                f"asked for scales={self.scales!r}; vmmkv keeps scales by {' or '.join(map(repr, SCALES))}, or None"
-            )
-        if self.scales and self.dtype not in SCALED_DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALED_DTYPES)
-            raise DtypeError(f"asked for scales of {self.dtype}; it must be one of {known}, or scales=None")
 
     def _per_layer(self, value: int | Sequence[int]) -> Sequence[int]:
         return value if isinstance(value, Sequence) else (value,) * self.num_layers
@@ -201,7 +195,7 @@ class KVLayout:
 
 
 def dtype_from_name(name: str | None) -> torch.dtype:
-    """The dtype called `name`, bfloat16 for None; raises `DtypeError` for one that vmmkv does not hold."""
+    """The dtype called `name`, bfloat16 for None. Raises `DtypeError` for one that vmmkv does not hold."""
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     dtype = names.get(str(name or "bfloat16"))
     if dtype is None:
@@ -214,11 +208,7 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
-    """The 8-bit format called `name`; None for None: K and V are kept in their own dtype.
-
-    Raises:
-        DtypeError: there is no such format.
-    """
+    """The 8-bit format called `name`; None, K and V in their own dtype, for None. Raises `DtypeError`."""
     if name is None:
         return None
     if not isinstance(name, str) or name not in KV_DTYPES:
@@ -230,11 +220,7 @@ def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
 
 
 def as_index(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number; a truth value is none.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """What was given under a name, where it is a whole number; a truth value is none. Raises `ArgumentError`."""
     with suppress(TypeError):
         if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
@@ -242,11 +228,7 @@ def as_index(name: str, value: object) -> int:
 
 
 def whole_number(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number, as a size.
-
-    Raises:
-        LayoutError: it is not.
-    """
+    """What was given under a name, where it is a whole number, as a size. Raises `LayoutError`."""
     try:
         number = as_index(name, value)
     except ArgumentError as error:

@@ -199,12 +199,7 @@ class Ledger:
     def change(self, edit: Callable[[Book], Result]) -> Result:
         """Locks and reads the ledger, removes lines of processes that have ended, and has a function change the book;
         then writes the header and this process's line, unless the function has raised an error. Returns what the
-        function returns. This is no context manager: one that is interrupted keeps its locks with its traceback.
-
-        Raises:
-            BudgetError: the file cannot be locked, read or written; it is full; or the ledger was closed.
-            BusyError: this thread is in the middle of a change.
-        """
+        function returns. This is no context manager: one that is interrupted keeps its locks with its traceback."""
         if self.is_busy:
             raise BusyError(f"the ledger {self.path} is changed by a call that this one interrupts")
         self._check_open()  # in a forked child another thread of the parent has the lock

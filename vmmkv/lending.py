@@ -41,15 +41,14 @@ class Lender:
         pool: the pool, with a budget of nothing.
         ledger: the ledger, in which this process has no line yet.
         reserved: bytes that are always granted, or a share of the limit.
-
-    Raises:
-        BudgetError: what is reserved cannot be had, or the ledger cannot be used.
     """
 
     def __init__(self, pool: Pool, ledger: Ledger, reserved: float | str = 0) -> None:
         self._pool, self.ledger, self._page_size = weakref.ref(pool), ledger, pool.driver.page_size
         self.attainable = 0
         """Bytes that the pool could have, as of the last look: what other processes neither use nor have reserved."""
+        self.used_by_others = 0
+        """Bytes of live tokens of other processes, as of the last look."""
         self._asking: Any = threading.RLock()
         """Held by the thread that asks for memory."""
         self._moving: Any = threading.RLock()
@@ -193,6 +192,7 @@ class Lender:
                 self._asking.release()
         mine["used"] = committed * self._page_size
         mine["answered"], self.attainable = book.header["requests"], book.attainable
+        self.used_by_others = int(book.lines["used"][book.others].sum())
         spare = pool.word("budget") - max(committed, int(mine["reserved"]) // self._page_size)
         pages = 0 if mine["wanted"] else max(min(-(-book.missing // self._page_size), spare), 0)
         if pages:

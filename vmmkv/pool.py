@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from . import debugging
 from .budget import pages_within
+from .core.cache import Cache
 from .core.pool import NO_LIMIT_PAGES, Pool
 from .core.tables import ACCOUNT
 from .driver.driver import Driver, fork_error, open_driver
 from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from .ledger import Ledger, device_name, path_of
 from .lending import Lender, change_limit
-from .nvtx import Ranges
-from .pool_picture import draw_accounts
 from .stats import AccountStats, FramePoolStats
 
 
@@ -30,9 +28,6 @@ class Holder(Protocol):
     @property
     def account(self) -> int:
         """The number of its account."""
-
-    def sequences(self) -> tuple[int, int]:
-        """Live sequences, and their tokens."""
 
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
@@ -105,8 +100,9 @@ class FramePool(Pool):
         """Whether several may lie on it; otherwise it ends with its one cache or tensor."""
         self.number = next(_numbers)
         """Among the pools of this process."""
-        self.nvtx = Ranges(driver.device)
-        """What a profiler shows."""
+        nvtx: Any = torch.cuda.nvtx.range if driver.device.type == "cuda" else nullcontext
+        self.nvtx: Callable[[str], AbstractContextManager[Any]] = nvtx
+        """A range with a name on a profiler's time line."""
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.holders: weakref.WeakValueDictionary[str, Holder] = weakref.WeakValueDictionary()
@@ -154,11 +150,7 @@ class FramePool(Pool):
         return self.limit_pages * self.page_size, self.limit_pages * self.page_size
 
     def check_usable(self) -> None:
-        """Raises an error if the pool cannot be used.
-
-        Raises:
-            ForkError, UseAfterFreeError: it cannot.
-        """
+        """Raises `ForkError` or `UseAfterFreeError` if the pool cannot be used."""
         if self.word("dead"):
             raise fork_error()
         if not self.is_open:
@@ -241,7 +233,7 @@ class FramePool(Pool):
         found = []
         for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
             words = dict(zip(ACCOUNT.names or (), self.accounts[holder.account].tolist()))
-            sequences, tokens = holder.sequences()
+            state = holder.state[0] if isinstance(holder, Cache) else None
             limit = min(words["limit"], self.limit_pages) if words["limit"] < NO_LIMIT_PAGES else self.limit_pages
             found.append(
                 AccountStats(
@@ -250,8 +242,8 @@ class FramePool(Pool):
                     reserved_bytes=words["reserved"] * self.page_size,
                     mapped_bytes=holder.mapped_pages() * self.page_size,
                     used_bytes=words["used"] * self.page_size,
-                    sequences=sequences,
-                    tokens=tokens,
+                    sequences=0 if state is None else int(state["live"]),
+                    tokens=0 if state is None else int(state["tokens"]),
                 )
             )
         return found
@@ -290,15 +282,6 @@ class FramePool(Pool):
             f"<vmmkv.FramePool on {self.device}: {self.word('created') * mib:.0f} of {self.limit_pages * mib:.0f} MiB, "
             f"{int(self.accounts['open'].sum())} accounts>"
         )
-
-    def _repr_html_(self) -> str:
-        """What Jupyter shows: how much each account has."""
-        try:
-            stats = self.stats()
-        except VmmkvError:
-            return html.escape(repr(self))
-        title = f"FramePool {self.number} on {self.device}"
-        return draw_accounts(title, stats.limit_bytes, stats.free_bytes, stats.accounts)
 
 
 def check_given(pool: object) -> None:

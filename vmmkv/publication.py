@@ -45,30 +45,25 @@ def roots() -> list[Path]:
 
 def publish() -> None:
     """Lets `vmmkv top` see this process's pools, from now on to its end. This costs a snapshot twice a second, in a
-    thread of its own. A forked child has to call `publish` again.
-
-    Raises:
-        OSError: there is no folder in which the file could be written.
+    thread of its own. A forked child has to call `publish` again. Raises `OSError` if the file can be written nowhere.
     """
     global _publisher
     with _lock:
-        if _publisher is None:
-            read_all()  # removes the files of processes that are gone
-            _publisher = _first_publisher()
-            _publisher.start()
-
-
-def _first_publisher() -> Publisher:
-    """A publisher that has written its file, in the first folder that allows it."""
-    failures = []
-    for root in roots():
-        try:
-            publisher = Publisher(private_folder(root))
-            publisher.write()
-            return publisher
-        except OSError as error:
-            failures.append(f"{root}: {error.strerror or error}")
-    raise OSError(f"no folder to publish in ({'; '.join(failures)}); set XDG_RUNTIME_DIR to one of your own")
+        if _publisher is not None:
+            return
+        read_all()  # removes the files of processes that are gone
+        failures = []
+        for root in roots():
+            try:
+                publisher = Publisher(private_folder(root))
+                publisher.write()
+            except OSError as error:
+                failures.append(f"{root}: {error.strerror or error}")
+            else:
+                _publisher = publisher
+                publisher.thread.start()
+                return
+        raise OSError(f"no folder to publish in ({'; '.join(failures)}); set XDG_RUNTIME_DIR to one of your own")
 
 
 def unpublish() -> None:
@@ -88,16 +83,12 @@ class Publisher:
         self._start = start_of(self._process)
         self._path = folder / f"{self._process}.json"
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vmmkv-publisher", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="vmmkv-publisher", daemon=True)
 
     def stop(self) -> None:
         """Ends the thread, and removes the file. Gives up after `PATIENCE` if another thread holds a pool's lock."""
         self._is_over.set()
-        self._thread.join(PATIENCE)
+        self.thread.join(PATIENCE)
         self._path.unlink(missing_ok=True)
 
     def write(self) -> None:

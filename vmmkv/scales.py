@@ -17,10 +17,6 @@ class SequenceScales:
         driver: the memory system.
         layout: layers that have fewer KV heads than others use the first ones.
         num_rows: rows.
-
-    Raises:
-        DriverOutOfMemoryError: there is no memory for them.
-        StreamCaptureError: a CUDA graph is being captured.
     """
 
     def __init__(self, driver: Driver, layout: KVLayout, num_rows: int) -> None:
@@ -35,6 +31,11 @@ class SequenceScales:
         Fence.after(driver, [driver.current_stream()]).wait()  # sequences on other streams begin with these
         self.rows = self._all[:num_rows]
         """fp32 `[num_rows, K and V, num_layers, num_kv_heads]`."""
+
+    def check_not_captured(self) -> None:
+        """Raises `StreamCaptureError` while a CUDA graph is being captured: each replay would copy scales again."""
+        if self._driver.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise self._driver.captured("copy", self._driver.current_stream())
 
     def reset(self, row: int) -> None:
         """Makes those of a row ones, in the order of the current stream."""

@@ -37,10 +37,6 @@ def allocated_bytes(
         scheme: one of `SCHEMES`.
         lengths: tokens of each sequence, from 0 to `max_seq_len`. Without tokens only `static` takes memory.
         page_size: bytes of a page, for the two schemes that have pages.
-
-    Raises:
-        SequenceTooLongError: a sequence is longer than `max_seq_len`.
-        ValueError: there is no such scheme.
     """
     tokens = np.asarray(lengths, np.int64)
     check_length(int(tokens.max(initial=0)), max_seq_len)

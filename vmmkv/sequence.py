@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from .arguments import check_tokens, ids_of
 from .core import sequence as core
+from .core.tables import ROW_BITS, ROW_MASK
 from .errors import (
     DeviceError,
     DtypeError,
     ShapeError,
     StrideLimitWarning,
     UnsupportedError,
-    UseAfterFreeError,
     VmmkvError,
 )
 from .layout import KVLayout, as_index, shown
@@ -39,8 +39,8 @@ class Sequence(core.Sequence):
     thread at a time, different sequences of a cache by several.
 
     After its end, or that of its cache, all methods raise `UseAfterFreeError`, but for `free` and `extend_in_place`. In
-    host memory (`suspend`) it may be asked for its `length` and `start`, resumed and freed; `SuspendedError` forbids
-    what needs its tokens or its row.
+    host memory (`suspend`) it may be asked for its `length` and `start`, resumed and freed; all else raises
+    `SuspendedError`. An error leaves it as it was, unless the method says otherwise.
     """
 
     __slots__ = ("cached_tokens",)
@@ -57,12 +57,12 @@ class Sequence(core.Sequence):
     @property
     def number(self) -> int:
         """Its number in the process: 1 for the first sequence, never used twice."""
-        return core.number_of(self.ticket)
+        return self.ticket >> ROW_BITS
 
     @property
     def index(self) -> int:
         """The row that it was given. After its end another sequence may have that row: see `row`."""
-        return core.row_number(self.ticket)
+        return self.ticket & ROW_MASK
 
     @property
     def row(self) -> int:
@@ -89,32 +89,24 @@ class Sequence(core.Sequence):
         return self.cache.pool
 
     def extend(self, tokens: int) -> None:
-        """Makes room for `tokens` more tokens; maps the pages that they need.
-
-        The contents of new tokens are undefined until they are written; with `scrub=True` they are never those of
-        another sequence.
+        """Makes room for `tokens` more tokens; maps the pages that they need. Their contents are undefined until they
+        are written; with `scrub=True` they are never those of another sequence.
 
         Raises:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
-            DriverError: a driver call failed.
+            DriverError: a driver call failed. As after `OutOfPagesError` it may have copies of what it shared.
             StreamCaptureError: pages have to be filled (`scrub`, another tenant) or copied (shared ones, after
                 `truncate`) while a CUDA graph is being captured.
             BusyError: another thread has changed the sequence meanwhile.
             ArgumentError, ValueError: `tokens` is no whole number, or negative.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases; but after a
-                `DriverError`, or where the device has less memory than the budget, it may have copies of what it
-                shared.
         """
         super().extend(tokens if type(tokens) is int else check_tokens(tokens))
 
     def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:  # type: ignore[override]
-        """Makes room for `tokens` more tokens if pages for them are mapped already: it calls no driver and raises no
-        error.
-
-        For engines that look at each sequence in each step. After False call `extend`, which makes room or says why
-        not.
+        """Makes room for `tokens` more tokens if pages for them are mapped already, for engines that look at each
+        sequence in each step: it calls no driver and raises no error. After False call `extend`, which makes room or
+        says why not.
 
         Args:
             tokens: tokens to add, at least 0.
@@ -134,19 +126,15 @@ class Sequence(core.Sequence):
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
-            OutOfPagesError, DriverError: there is no memory for the copies, or a driver call failed. There is no new
-                sequence then.
+            OutOfPagesError, DriverError: there is no memory for the copies, or a driver call failed.
             StreamCaptureError: a CUDA graph is being captured.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone.
         """
         return self.cache.fork_many(self, 1)[0]
 
     def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
         """Publishes K and V of the first `len(token_ids)` tokens for reuse. The kernels that write them must have been
-        launched, on the sequence's stream or one given to `record_stream`.
-
-        Full pages can be reused until they are evicted, the tokens behind them as long as the row holds them.
+        launched, on the sequence's stream or one given to `record_stream`. Full pages can be reused until they are
+        evicted, the tokens behind them as long as the row holds them.
 
         Args:
             token_ids: `[tokens]` whole numbers: the ids of all its tokens, from the first on, or of the first ones
@@ -163,27 +151,20 @@ class Sequence(core.Sequence):
                 others would read other numbers.
             RetentionError: ranges overlap, or are invalid.
             StreamCaptureError: a CUDA graph is being captured.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
         """
         self.cache.commit(self, ids_of(token_ids), retention)
 
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to other sequences when needed. It keeps its row, and so its
-        addresses.
-        Until `resume` it may only be asked for its `length` and `start`, and freed.
-
-        The copy runs in the order of the current stream, behind all work on the sequence so far; the host does not
-        wait.
+        addresses. The copy runs in the order of the current stream, behind all work on the sequence so far; the host
+        does not wait.
 
         Raises:
             ArgumentError: the cache was made without `host_bytes`.
             OutOfHostMemoryError: `host_bytes` is too small, or the host has less memory left.
-            SuspendedError: it is suspended already.
-            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
-            UseAfterFreeError: the sequence or its cache is gone.
+            StreamCaptureError: a CUDA graph is being captured.
         """
-        with self.cache.pool.nvtx.suspend:
+        with self.cache.pool.nvtx("vmmkv: suspend"):
             self.cache.tier().suspend(self)
 
     def resume(self) -> None:
@@ -192,11 +173,10 @@ class Sequence(core.Sequence):
 
         Raises:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
-            DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
-            UseAfterFreeError: the sequence or its cache is gone.
+            DriverError, StreamCaptureError: as in `extend`.
         """
         if self.is_suspended:
-            with self.cache.pool.nvtx.resume:
+            with self.cache.pool.nvtx("vmmkv: resume"):
                 self.cache.tier().resume(self)
 
     def truncate(self, tokens: int) -> None:
@@ -205,24 +185,16 @@ class Sequence(core.Sequence):
         Raises:
             ArgumentError: `tokens` is not a whole number.
             ValueError: the sequence is shorter than that, or begins behind it (`start`).
-            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured. Nothing has changed
-                then.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone.
+            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured.
         """
         tokens = as_index("tokens", tokens)
         self._check_holds(tokens)
         super().truncate(tokens)
 
     def release_before(self, token: int) -> None:
-        """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
-
-        Whole pages in front of it go to other sequences when the GPU is done with them. Tokens before `token` must not
-        be read again: views start at `token` from now on.
-
-        Raises:
-            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
-        """
+        """Drops the tokens before `token`, as for a sliding window; the others keep their positions. Whole pages in
+        front of it go to other sequences when the GPU is done with them. Views start at `token` from now on. Raises
+        what `truncate` raises."""
         token = as_index("token", token)
         self._check_holds(token)
         super().release_before(token)
@@ -250,42 +222,25 @@ class Sequence(core.Sequence):
 
         Raises:
             ArgumentError: there is no such process or group.
-            SuspendedError: it is suspended. Nothing was sent so far, and the receiver still waits.
             TransferRefusedError: the receiver refuses it, for lack of memory, say. Both processes can go on.
             TransferError: the receiver is gone, does not answer within the group's timeout, or sends something else.
-            StreamCaptureError: a CUDA graph is being captured.
-            DriverError: a driver call failed, before anything was sent, and the receiver still waits. The sequence is
-                unchanged.
-            UseAfterFreeError: the sequence or its cache is gone.
+            SuspendedError, StreamCaptureError, DriverError: nothing was sent, and the receiver still waits.
         """
         send(self, rank, group)
 
     def free(self) -> None:
-        """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named
-        with `record_stream`. A second call does nothing.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured, on the current stream or on one of its own; it lives on.
-        """
+        """Ends the sequence; a second call does nothing. Other sequences get its row after all work on the current
+        stream, and on the streams named with `record_stream`. Raises `StreamCaptureError` while one of these is
+        captured; the sequence lives on."""
         self.cache.free((self,))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done.
-
-        Raises:
-            ArgumentError: it is no stream.
-            DeviceError: the stream is on another device than the cache.
-            UseAfterFreeError: the sequence or its cache is gone.
-        """
+        """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done. Raises
+        `ArgumentError` or `DeviceError` for what is no stream of the cache's device."""
         super().record_stream(stream)
 
     def check_usable(self) -> None:
-        """Raises an error if the sequence cannot be used.
-
-        Raises:
-            UseAfterFreeError: it was freed, or its cache was closed.
-            ForkError: as in `KVCache.check_usable`.
-        """
+        """Raises `UseAfterFreeError` or `ForkError` if the sequence cannot be used."""
         self.cache.check_usable()
         self.record_index()
 
@@ -299,8 +254,6 @@ class Sequence(core.Sequence):
         Raises:
             OutOfRangeError, ArgumentError: there is no such layer.
             UnsupportedError: the layout has scales: see `KVCache.scaled_kv`.
-            SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone.
         """
         self._warn_of_stride()
         return self._view(layer, 0)
@@ -319,17 +272,24 @@ class Sequence(core.Sequence):
             v: `[tokens, num_kv_heads, v_head_dim]`, likewise.
 
         Raises:
-            ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+            ShapeError, DtypeError, DeviceError, ArgumentError: they do not fit, or are no dense tensors; nothing was
+                written.
+            OutOfRangeError: there is no such layer.
             UnsupportedError: the layout has scales; use `vmmkv.kernels.append`, which writes or applies them.
-                Nothing was written.
-            ArgumentError: one is not a tensor, is sparse, or has no data of its own; nothing was written.
-            OutOfRangeError, SuspendedError, UseAfterFreeError: as in `k`.
         """
         check_dense(k, "K")
         check_dense(v, "V")
         pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
         for source, target in pairs:
-            check_fits(source, target, layer)
+            if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
+                raise ShapeError(
+                    f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
+                    f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
+                )
+            if source.dtype != target.dtype:
+                raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
+            if source.device != target.device:
+                raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
         if len(k) != len(v):
             raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
         for source, target in pairs:
@@ -376,19 +336,6 @@ class Sequence(core.Sequence):
         raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
 
 
-def check_fits(source: torch.Tensor, target: torch.Tensor, layer: int) -> None:
-    """Raises `ShapeError`, `DtypeError` or `DeviceError` for K or V that do not fit at the end of a view."""
-    if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
-        raise ShapeError(
-            f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
-            f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
-        )
-    if source.dtype != target.dtype:
-        raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
-    if source.device != target.device:
-        raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
-
-
 def check_reusable(layout: KVLayout) -> None:
     """Raises `UnsupportedError` for a layout whose K and V no other sequence can begin with."""
     if layout.scales == "sequence_head":
@@ -396,8 +343,3 @@ def check_reusable(layout: KVLayout) -> None:
             "asked to reuse K and V of a layout with scales='sequence_head'; what another sequence has computed was "
             "rounded with its own scales. fork() takes them along; scales='token_head' keeps them with the tokens"
         )
-
-
-def closed_cache() -> UseAfterFreeError:
-    """The error for a cache that was closed."""
-    return UseAfterFreeError("this KVCache was closed; make a new one")

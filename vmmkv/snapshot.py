@@ -119,17 +119,6 @@ def page_map(cache: KVCache) -> Ints:
     return np.repeat(owners, frames["pages"])
 
 
-def page_uses(cache: KVCache) -> Ints:
-    """How many sequences have had each physical page and ended: see `KVCache.page_uses`."""
-    frames = cache.pool.frames[: cache.pool.word("fresh")]
-    uses = frames["uses"].copy()
-    for other in cache.pool.holders.values():
-        if isinstance(other, Cache):
-            for row, part in mapped_rows(other):
-                np.add.at(uses, np.unique(frames_in(other, row, part)[1]), int(other.rows["ended"][row]))
-    return np.repeat(uses, frames["pages"])
-
-
 def mapped_ranges(cache: KVCache) -> list[MappedRange]:
     """Where pages are mapped: one run for each row, and each range of the layout, that has any."""
     size, found = cache.page_size, []

@@ -60,12 +60,10 @@ class AccountStats:
 
     Attributes:
         name: its kind, and its number among all that the pool has had: `"KVCache 0"`.
-        limit_bytes: the most that it may have mapped.
-        reserved_bytes: what it can have at any time.
-        mapped_bytes: physical memory mapped for it.
-        used_bytes: the part of that which holds live tokens; the rest can be reclaimed by others.
-        sequences: live sequences, of a cache.
-        tokens: tokens of these.
+        limit_bytes, reserved_bytes: the most that it may have mapped, and what it can have at any time.
+        mapped_bytes, used_bytes: physical memory mapped for it, and the part of that which holds live tokens; the rest
+            can be reclaimed by others.
+        sequences, tokens: live sequences, of a cache, and their tokens.
     """
 
     name: str
@@ -89,14 +87,8 @@ class FramePoolStats(Table):
         reserved_bytes: what is reserved for accounts, in all.
         holders: the number of accounts.
         used_bytes: the part of `physical_bytes` that cannot be reclaimed, since accounts use it.
-        sequences: live sequences of all caches.
-        tokens: tokens of these.
-        pages_created: pages created since the beginning.
-        pages_mapped: pages mapped `ahead` of need, by the mapper, and `in need`, by the call that grew a sequence.
-        prompt_tokens: tokens of all `token_ids` that sequences were started with, for reuse, since the beginning.
-        cached_tokens: the part of these that held K and V already.
-        driver_calls: calls of the memory system by name, without the mapper's.
-        mapper_calls: the mapper's calls, which no user thread waits for.
+        sequences, tokens: live sequences of all caches, and their tokens.
+        pages_created, pages_mapped, prompt_tokens, cached_tokens, driver_calls, mapper_calls: as in `CacheStats`.
         mapper_error: the mapper's last error. The call that grew a sequence then mapped the pages itself, or raised.
         accounts: the accounts, the oldest first.
     """
@@ -122,16 +114,9 @@ class FramePoolStats(Table):
 
 @dataclass(frozen=True)
 class MappedRange:
-    """A run of mapped pages.
-
-    Attributes:
-        address: of the first byte.
-        nbytes: bytes of the pages.
-        used_address: of the first byte in use.
-        used_bytes: bytes in use: tokens of a sequence, or rows of a growable tensor.
-        row: the row that the pages lie in.
-        owner: the number of the sequence that has the row; -1 where none has it.
-    """
+    """A run of mapped pages: the address of its first byte, and its bytes; the same of what is in use, tokens of a
+    sequence or rows of a growable tensor; the row that it lies in; and the number of the sequence that has the row, or
+    -1."""
 
     address: int
     nbytes: int

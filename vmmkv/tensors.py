@@ -128,14 +128,8 @@ class ScaledKV(NamedTuple):
 def kv_views(
     ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of every layer over all rows.
-
-    Args:
-        ranges: the elements of each range of the layout.
-
-    Returns:
-        per layer `(K, V)`, each `[num_rows, max_seq_len, num_kv_heads, width]` and strided.
-    """
+    """K and V of every layer over all rows, of the elements of each range of the layout: per layer `(K, V)`, each
+    `[num_rows, max_seq_len, num_kv_heads, width]` and strided."""
     views = []
     for layer in layout.layers:
         flat = ranges[layer.range]
@@ -151,14 +145,8 @@ def kv_views(
 def scale_views(
     ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The scales of K and V of every layer over all rows, of a layout that has them.
-
-    Args:
-        ranges: the elements of each range of the layout.
-
-    Returns:
-        per layer those of `(K, V)`, each fp32 `[num_rows, max_seq_len, num_kv_heads]` and strided.
-    """
+    """The scales of K and V of every layer over all rows, of a layout that has them in token records: each fp32
+    `[num_rows, max_seq_len, num_kv_heads]` and strided."""
     views = []
     for layer in layout.layers:
         assert layer.scales_offset is not None
@@ -175,14 +163,8 @@ def scale_views(
 def repeated_scales(
     scales: torch.Tensor, layout: KVLayout, max_seq_len: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The scales of K and V of every layer over all rows, of a layout that has them of whole sequences.
-
-    Args:
-        scales: fp32 `[num_rows, K and V, num_layers, num_kv_heads]`.
-
-    Returns:
-        per layer those of `(K, V)`, each fp32 `[num_rows, max_seq_len, num_kv_heads]`, with a stride of 0 over tokens.
-    """
+    """The same for scales of whole sequences, fp32 `[num_rows, K and V, num_layers, num_kv_heads]`: with a stride of 0
+    over tokens."""
     views = []
     for index, layer in enumerate(layout.layers):
         k, v = scales[:, :, index, None, : layer.num_kv_heads].expand(-1, -1, max_seq_len, -1).unbind(1)

@@ -54,7 +54,7 @@ def send(sequence: sequences.Sequence, rank: int, group: dist.ProcessGroup | Non
     if stream := cache.pool.driver.current_stream():
         sequence.record_stream(stream)
     first = peer.ask(Head(geometry_of(cache.layout), sequence.start, sequence.length, *cache.known(sequence)))
-    with cache.pool.nvtx.send:
+    with cache.pool.nvtx("vmmkv: send"):
         peer.send(messages(sequence, first))
 
 
@@ -81,7 +81,7 @@ def receive(
                 cache.extend([sequence], missing, starts=[head.start] if head.start else None)
         first = max(head.start, sequence.cached_tokens)
         peer.accept(first)
-        with cache.pool.nvtx.receive:
+        with cache.pool.nvtx("vmmkv: receive"):
             peer.receive(messages(sequence, first))
         if cache.known(sequence)[0] is not None and len(head.ids):
             with suppress(DriverError):  # both sides have the sequence; only later sequences do not find its tokens
@@ -162,9 +162,6 @@ class Peer:
         rank: in the default group, as `torch.distributed.send` takes it.
         group: None is the default one.
         device: where messages are.
-
-    Raises:
-        ArgumentError: there is no such process, or no group.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -57,9 +57,6 @@ def read_trace(path: Path) -> list[Request]:
             `GeneratedTokens` (Azure's traces), or JSON lines with `input_length` and `output_length`, and possibly
             `hash_ids` (Mooncake's). Times are in `TIMESTAMP`, a date (UTC if it names no zone), or in `timestamp`, in
             milliseconds; all requests have one or none has. What a file is follows from its content, not from its name.
-
-    Raises:
-        TraceError: the file is no trace, or empty; the message says what is missing and what there is.
     """
     requests: list[Request] = []
     times: list[float | None] = []
@@ -126,11 +123,6 @@ def known_tokens(requests: Iterable[Request]) -> list[int]:
             seen[block] = max(seen[block], tokens)
         known.append(min(common, request.prompt - 1))
     return known
-
-
-def name_of(trace: Path | None) -> str:
-    """The name of the replayed requests in results."""
-    return trace.name if trace else "lognormal, those of vmmkv.workload.conversations"
 
 
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:

@@ -17,10 +17,9 @@ import torch
 import typer
 
 from benchmarks.environment import environment
-from benchmarks.output import Row, deliver
+from benchmarks.output import Row, deliver, name_of
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import errors
-from vmmkv.workload import name_of
 
 from .cases import compile_kernels, decode_cases, prefill_cases, run_case
 from .peers import versions

@@ -62,13 +62,6 @@ class KVBackend(Protocol):
     def commit(self, row: int, ids: Ids) -> None:
         """Make the first tokens of a sequence, whose K and V are written, known under their ids. Only with reuse."""
 
-    def suspend(self, row: int) -> bool:
-        """Move a sequence to the host; False: it stays, as that costs more than to compute it anew, or the host has no
-        room. Suspended sequences can be freed as others. Only rows can."""
-
-    def resume(self, row: int, tokens: int, spare: int | None) -> bool:
-        """Move a sequence back, which will have `tokens` tokens; False: no room, see `begin`. Only rows can."""
-
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A host tensor that can be copied to the device without waiting; torch keeps its memory until it is copied."""

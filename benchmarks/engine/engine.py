@@ -41,7 +41,6 @@ class Engine:
             take no lengths from the host, prompts by number of tokens.
         reuse: begin prompts with known K and V; the tokens of each step are copied to the host for it, behind the next
             step.
-        suspend: preempted requests where that is cheaper than to compute them anew, on rows.
         late: see `Schedule`.
         options: of the backend beside these, as `pool` of "vmm".
     """
@@ -59,13 +58,12 @@ class Engine:
         attention: str | None = None,
         graphs: bool = True,
         reuse: bool = False,
-        suspend: bool = False,
         late: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.max_sequences, self.chunk = max_sequences, chunk
-        self.reuse, self.suspend, self.late = reuse, suspend, late
+        self.reuse, self.late = reuse, late
         layout = model.config.kv_layout(model.dtype)
         make = ReusingPagedKV if reuse and backend == "paged" else BACKENDS[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
@@ -105,16 +103,8 @@ class Engine:
         """
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
         seen = SeenTokens(prompts, sizes + counts + 1) if self.reuse else None
-        schedule = Schedule(
-            self.kv,
-            sizes,
-            counts,
-            self.max_sequences,
-            self.chunk,
-            late=self.late,
-            ids=seen.of if seen else None,
-            suspend=self.suspend,
-        )
+        ids = seen.of if seen else None
+        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk, late=self.late, ids=ids)
         self._take_tokens(prompts, sizes + counts + 1)
         if self.use_graphs and not self.graphs:
             self._capture()
@@ -128,7 +118,7 @@ class Engine:
         run.seconds = flight.now()
         ends = (sizes + counts + 1).cumsum()
         run.tokens = np.delete(self.tokens[: ends[-1]].cpu().numpy(), ends - 1)
-        run.preempted, run.suspensions, run.cached = schedule.preempted, schedule.suspensions, schedule.cached
+        run.preempted, run.cached = schedule.preempted, schedule.cached
         run.recomputed = schedule.recomputed
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run

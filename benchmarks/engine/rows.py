@@ -1,19 +1,13 @@
-"""Rows of a `vmmkv.KVCache`: contiguous, memory only where tokens are; with prefix reuse and with suspended sequences.
-
-A preempted sequence goes to the host and comes back where that costs less than to compute it anew. Both cost so much a
-token: copies its bytes twice at the speed of the link, computing its share of a prompt's time. Mapping pages again is
-not counted.
-"""
+"""Rows of a `vmmkv.KVCache`: contiguous, memory only where tokens are; with prefix reuse."""
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import numpy as np
 import torch
 
-from vmmkv import FramePool, KVCache, KVLayout, OutOfHostMemoryError, OutOfPagesError
+from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
 from vmmkv.driver.driver import open_driver
 
 from .backend import Ids, Rows
@@ -31,25 +25,11 @@ def memory_for(layout: KVLayout, device: torch.device) -> dict[str, Any]:
     return {"device": device, "page_size": page_size}
 
 
-LINK_BYTES_PER_S = 55e9
-"""Of one pinned copy between an H200 and its host, in one direction."""
-PREFILL_TOKENS_PER_S = {"llama-3.1-8b": 30_851.0, "qwen3-0.6b": 148_699.0, "tiny": 5000.0}
-"""Of prompts of 16,384 tokens on an H200 with our kernels; of the tiny model, on a CPU."""
-
-
-def costs(token_bytes: int, tokens_per_s: float) -> dict[str, float | bool]:
-    """Microseconds a token to copy it twice, and to compute it, and whether copies cost less."""
-    copies, computing = 2e6 * token_bytes / LINK_BYTES_PER_S, 1e6 / tokens_per_s
-    return {"copies_us_per_token": copies, "computing_us_per_token": computing, "suspends": copies < computing}
-
-
 class VmmKV:
-    """A `KVBackend` that can reuse prefixes and suspend sequences.
+    """A `KVBackend` that can reuse prefixes.
 
     Args:
         pool: memory that others use as well, instead of `max_bytes` of its own.
-        host_bytes: of host memory, for suspended sequences; 0: none is suspended.
-        tokens_per_s: of prompts that are computed.
     """
 
     block_table = None
@@ -63,14 +43,11 @@ class VmmKV:
         device: torch.device,
         *,
         pool: FramePool | None = None,
-        host_bytes: int = 0,
-        tokens_per_s: float = inf,
     ) -> None:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
             memory = {"max_bytes": max_bytes, **memory_for(layout, device)}
-        self.cache = KVCache(layout, max_sequences, max_seq_len, host_bytes=host_bytes, **memory)
-        self.suspends = bool(host_bytes and costs(layout.token_bytes, tokens_per_s)["suspends"])
+        self.cache = KVCache(layout, max_sequences, max_seq_len, **memory)
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
         self.batch, self.batched = self.cache.batch(), np.empty(0, np.int64)
@@ -131,24 +108,6 @@ class VmmKV:
 
     def commit(self, row: int, ids: Ids) -> None:
         self.sequences[row].commit(ids)
-
-    def suspend(self, row: int) -> bool:
-        if not self.suspends:
-            return False
-        try:
-            self.sequences[row].suspend()
-        except OutOfHostMemoryError:
-            return False
-        return True
-
-    def resume(self, row: int, tokens: int, spare: int | None) -> bool:
-        if spare is not None and not self.has_room(tokens + spare):
-            return False
-        try:
-            self.sequences[row].resume()
-        except OutOfPagesError:
-            return False
-        return True
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.kv(layer)

@@ -28,7 +28,7 @@ class Run:
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
         running, waiting: requests in each step, and `step_seconds`, how long it took.
-        preempted, suspensions, recomputed, cached: see `Schedule`.
+        preempted, recomputed, cached: see `Schedule`.
         manager_ns: host time in the cache manager for each step, waits for the device included.
         host_ns: host time in all that prepares and launches steps, the cache manager's included.
         samples: `(seconds, physical bytes, running requests)` over time.
@@ -45,7 +45,6 @@ class Run:
     waiting: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     preempted: Numbers = field(init=False)
-    suspensions: int = 0
     recomputed: int = 0
     cached: Numbers = field(init=False)
     manager_ns: list[int] = field(default_factory=list)

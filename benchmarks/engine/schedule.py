@@ -3,7 +3,7 @@
 A request has `known` tokens, those of its prompt and those sampled so far, and K and V of `computed` of them. A request
 that lacks K and V of one token decodes, in every step; one that lacks more is a prompt, and gets a chunk of what the
 step's budget leaves. Room is made step by step; where there is none, the request that came last is preempted: it keeps
-its tokens and computes K and V anew, or comes back from the host with them.
+its tokens and computes K and V anew.
 
 With prefix reuse a request begins with known K and V. It commits what it computes: a prompt after each chunk, generated
 tokens at its end, as far as the host has seen them.
@@ -56,11 +56,10 @@ class Schedule:
         late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
             have computed; otherwise as soon as there is room.
         ids: the tokens of a request that the host has seen, for prefix reuse; None: no reuse.
-        suspend: preempted requests, where the backend can.
 
     Attributes:
         cached: by request, the tokens that were known when it first started.
-        preempted: by request, how often it lost its room; and `suspensions`, how often one kept K and V on the host.
+        preempted: by request, how often it lost its room.
         recomputed: tokens whose K and V were computed anew.
         manager_ns: host time in the cache manager.
 
@@ -78,10 +77,9 @@ class Schedule:
         *,
         late: bool = False,
         ids: Callable[[int], Ids] | None = None,
-        suspend: bool = False,
     ) -> None:
         self.kv, self.max_sequences, self.chunk = kv, max_sequences, chunk
-        self.late, self.ids, self.suspend = late, ids, suspend
+        self.late, self.ids = late, ids
         self.total = prompts + outputs
         if not kv.fits(int(self.total.max())):
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
@@ -94,8 +92,7 @@ class Schedule:
         self.blocked = False
         """The first that waits did not fit; since then nothing was freed, and no prompt computed."""
         self.preempted, self.lost = np.zeros_like(prompts), np.zeros_like(prompts)
-        self.suspensions = self.recomputed = 0
-        self.manager_ns = 0
+        self.recomputed = self.manager_ns = 0
 
     def next(self) -> Step | None:
         """The next step, for whose tokens there is room; None: nothing to do."""
@@ -153,9 +150,6 @@ class Schedule:
         tokens, others, spare = int(self.known[request]), len(self.running), None
         if others:
             spare = int((self.known - self.computed)[self.running].sum()) + HEADROOM * (others + 1)
-        if self.row[request] >= 0:  # it is suspended
-            row, computed = int(self.row[request]), int(self.computed[request])
-            return (row, computed) if self._timed(self.kv.resume, row, tokens, spare) else None
         if self.ids is not None:
             return self._timed(self.kv.begin, self.ids(request), tokens, spare)
         if spare is not None and not self._timed(self.kv.fits, tokens, spare):
@@ -166,10 +160,6 @@ class Schedule:
         request = self.running.pop()
         self.waiting.appendleft(request)
         self.preempted[request] += self.computed[request] > 0
-        if self.suspend and self.computed[request] and self._timed(self.kv.suspend, int(self.row[request])):
-            self.suspensions += 1
-            self.blocked = False
-            return
         self._free([request])
         self.lost[request], self.computed[request] = self.computed[request], 0
 
@@ -187,7 +177,7 @@ class Schedule:
         return finished
 
     def remove_all(self) -> None:
-        """End all requests that run, or are suspended."""
+        """End all requests that run."""
         self._remove(np.flatnonzero(self.row >= 0).tolist())
 
     def _remove(self, requests: list[int]) -> None:

@@ -26,19 +26,22 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         bos_token_id=128_000,
         eos_token_id=None,  # random weights must not end a sequence
     ),
-    "Qwen3-0.6B": Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=True,
-    ),
+    **{
+        f"Qwen3-{size}": Qwen3Config(
+            vocab_size=151_936,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40_960,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+            tie_word_embeddings=True,
+        )
+        for size, width in (("0.6B", 1024), ("1.7B", 2048))
+    },
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from benchmarks.output import Lines, Row
 from vmmkv.cli.output import format_bytes
 
-LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
+LLAMA = "Llama-3.1-8B"
 Shape = tuple[int, int]
 """Sequences, and tokens of each prompt."""
 SHAPES = (1, 512), (1, 8192), (1, 32_768), (8, 512), (8, 32_768), (32, 8192)

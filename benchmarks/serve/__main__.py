@@ -9,16 +9,14 @@ nothing.
 
 `--reuse` serves with prefix reuse and without, of rows and of blocks with a radix tree, all traces and random
 conversations behind shared system prompts; a request starts when a step has tokens left for it, so that it finds the
-K and V of those before it. The backend `vmm+suspend` moves preempted requests to the host and back, if that costs less
-than to compute them anew. `--lengthen` makes answers longer: with memory for few of them many requests are preempted.
-vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is unpacked.
+K and V of those before it. vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is
+unpacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, NamedTuple
@@ -28,7 +26,6 @@ import typer
 
 from benchmarks.attention.peers import versions
 from benchmarks.engine.model import MODELS, random_model
-from benchmarks.engine.rows import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment
 from benchmarks.geometry import free_memory
 from benchmarks.output import Row, to_json
@@ -78,7 +75,6 @@ def main(
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
-    lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
     device: Device = None,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
@@ -101,14 +97,13 @@ def main(
     token_bytes = MODELS[name].kv_layout(usual.dtype).token_bytes
     max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
     longest = int(LARGEST * max_bytes) // token_bytes
-    limits = Limits(requests, tokens, longest, usual.max_seq_len, shorten or usual.shorten, lengthen)
+    limits = Limits(requests, tokens, longest, usual.max_seq_len, shorten or usual.shorten)
     workloads = [make_workload(path, limits, SEED) for path in trace or ([] if reuse else [None])]
     if reuse:
         workloads.append(system_prompts(SYSTEM_PROMPTS, limits._replace(shorten=usual.shorten), SEED))
     positions = max(workload.max_seq_len for workload in workloads)
     weights = random_model(MODELS[name], positions, driver.device, usual.dtype)
     settings = Settings(weights, max_bytes, deadline, max_sequences, chunk, late=reuse)
-    settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S.get(name, inf))
     loads = [SATURATION, WAITING] if wait else [SATURATION]
     peers = [each for each in names if each in vllm_peer.NAMES]
     share = vllm_peer.SHARE * budget_seconds if peers and vllm_peer.can_be_had(vllm) else 0
@@ -119,7 +114,6 @@ def main(
         "dtype": str(usual.dtype).removeprefix("torch."),
         "budget_bytes": max_bytes,
         "token_bytes": token_bytes,
-        "preempting": costs(token_bytes, settings.tokens_per_s),
         "workloads": [workload.describe() for workload in workloads],
         "serving": [],
         "skipped": [],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from functools import reduce
 from itertools import product
-from math import inf
 from operator import getitem
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -27,9 +26,9 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 
 SATURATION, WAITING = "saturation", "saturation, each step waited for"
 """Loads. With the other, the engine waits for the tokens of each step, see `Engine.run`."""
-REUSE, SUSPEND = "reuse", "suspend"
-"""Behind the `+` of a backend that reuses prefixes, and of one that suspends preempted requests."""
-BACKENDS = "vmm", "paged", f"vmm+{REUSE}", f"paged+{REUSE}", f"vmm+{SUSPEND}"
+REUSE = "reuse"
+"""Behind the `+` of a backend that reuses prefixes."""
+BACKENDS = "vmm", "paged", f"vmm+{REUSE}", f"paged+{REUSE}"
 P99_VALUES = 368
 """With fewer values all may lie below the percentile, with a chance of more than 2.5 %."""
 SEED = 0
@@ -48,15 +47,6 @@ class Settings(NamedTuple):
     chunk: int = 2048
     pool: FramePool | None = None
     late: bool = False
-    tokens_per_s: float = inf
-
-    def options(self, backend: str) -> dict[str, Any]:
-        """Options of an engine's backend."""
-        name, _, beside = backend.partition("+")
-        options: dict[str, Any] = {"pool": self.pool} if name == "vmm" else {}
-        if beside == SUSPEND:
-            options |= {"host_bytes": self.max_bytes, "tokens_per_s": self.tokens_per_s}
-        return options
 
 
 def serve(
@@ -129,9 +119,8 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         max(workload.tokens + len(workload.requests), 2 * settings.chunk),
         chunk=settings.chunk,
         reuse=beside == REUSE,
-        suspend=beside == SUSPEND,
         late=settings.late,
-        options=settings.options(backend),
+        options={"pool": settings.pool} if name == "vmm" else {},
     )
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
@@ -180,7 +169,6 @@ def figures(run: Run) -> Row:
         "mean_concurrency": float(np.average(running, weights=took)),
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
-        "suspensions": run.suspensions,
         "recomputed_tokens": run.recomputed,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,

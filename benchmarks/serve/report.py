@@ -76,7 +76,6 @@ FIGURES: tuple[Figure, ...] = (
     ("concurrency, peak", lambda row: row["peak_concurrency"]),
     ("mean while others wait", lambda row: number(row["crowded_concurrency"], 1)),
     ("preemptions", lambda row: row["preemptions"]),
-    ("of them suspended", lambda row: row["suspensions"]),
     ("tokens computed anew", lambda row: f"{row['recomputed_tokens']:,}"),
     ("host, µs a step", lambda row: f"{row['host_us']:,.0f}"),
     ("cache manager, µs a step, all rounds", lambda row: all_rounds(row, "manager_us", 1)),

@@ -72,7 +72,6 @@ class Limits(NamedTuple):
         longest: tokens that the budget has room for; longer requests are left out.
         max_seq_len: of the server, see `Workload`.
         shorten: divides all lengths.
-        lengthen: multiplies those of answers.
     """
 
     requests: int
@@ -80,11 +79,10 @@ class Limits(NamedTuple):
     longest: int
     max_seq_len: int
     shorten: int = 1
-    lengthen: int = 1
 
     def lengths(self, request: Request) -> tuple[int, int]:
         """Of a prompt and its answer."""
-        return -(-request.prompt // self.shorten), -(-request.output * self.lengthen // self.shorten)
+        return -(-request.prompt // self.shorten), -(-request.output // self.shorten)
 
 
 def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
@@ -130,8 +128,6 @@ SHARED, OWN = 0, 1
 
 def within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -> Workload:
     """The first requests, with their parts, that are within limits."""
-    if limits.lengthen != 1:
-        name = f"{name}, answers x {limits.lengthen}"
     taken: list[tuple[Request, list[Part]]] = []
     left_out = total = 0
     for request, parts in cases:

@@ -29,9 +29,6 @@ results = model.generate_batch(prompts)
 # --8<-- [end:enable]
 assert [result.generated_tokens for result in results.values()] == expected
 
-output = model.generate(torch.tensor([prompts[0]]), cache_implementation="paged")  # [1, prompts, tokens]
-assert output[0, 0].tolist() == prompts[0] + expected[0]
-
 # --8<-- [start:manager]
 batching = ContinuousBatchingConfig(max_batch_tokens=256, cpu_offload_space=1.0)  # GiB of host memory
 manager = model.init_continuous_batching(continuous_batching_config=batching)

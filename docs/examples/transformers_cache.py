@@ -4,8 +4,6 @@ Before transformers 5.24 the argument `cache` is called `past_key_values`.
 """
 
 import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,16 +62,6 @@ samples = model.generate(
 )  # or num_beams=8
 assert samples.shape == (8, 60)
 # --8<-- [end:samples]
-
-path = Path(tempfile.mkdtemp()) / "prompt.pt"
-cache.reset()
-with torch.no_grad():
-    model(prompt[:, :-1], cache=cache)
-# --8<-- [start:save]
-torch.save(cache, path)  # the tokens, and no other memory of the rows
-loaded = torch.load(path, weights_only=False)  # map_location="cuda:1" brings them there
-assert torch.equal(model.generate(prompt, cache=loaded, **options), expected)
-# --8<-- [end:save]
 
 # --8<-- [start:compile]
 model.set_attn_implementation("vmmkv")  # our kernels; on the CPU a warning says that there are none

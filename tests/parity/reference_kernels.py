@@ -1,4 +1,4 @@
-"""`append`, `decode` and `prefill` as their documentation has them, in plain fp32: what kernels are told, without them.
+"""`decode` and `prefill` as their documentation has them, in plain fp32: what kernels are told, without them.
 
 They read no token that a kernel would not read, and check their arguments as kernels do.
 """
@@ -7,47 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vmmkv.kernels import RotateHalf, quantize
-from vmmkv.kernels.checks import Geometry, check_attention, check_indices, check_rotation, check_sinks, keys
-
-
-def append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    rotary: RotateHalf,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-) -> None:
-    """`vmmkv.kernels.append` that rotates. Its angles turn pairs, one number of which is real, the other imaginary."""
-    like_k, *turning, like_rows, like_starts = (Geometry(*key) for key in keys((k, *rotary, rows, starts)) if key)
-    check_rotation(like_k, *turning)
-    check_indices(k.device, (len(rows),), rows=like_rows, starts=like_starts)
-    bounds = cu_seqlens.tolist()
-    turned = _turn(k, rotary.cos, rotary.sin)
-    for row, start, begin, end in zip(rows.tolist(), starts.tolist(), bounds, bounds[1:]):
-        there = slice(start, start + end - begin)
-        for states, cache, scales in ((turned, k_cache, k_scales), (v, v_cache, v_scales)):
-            if scales is None:
-                cache[row, there] = states[begin:end]
-            else:
-                cache[row, there], scales[row, there] = quantize(states[begin:end], cache.dtype)
-    rotary.rotated.copy_(_turn(rotary.query, rotary.cos, rotary.sin))
-
-
-def _turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """For angles that are the same in both halves, as a model's are."""
-    half = cos.shape[1] // 2
-    assert torch.equal(cos[:, :half], cos[:, half:])
-    assert torch.equal(sin[:, :half], sin[:, half:])
-    pairs = torch.complex(states[..., :half].float(), states[..., half : 2 * half].float())
-    turned = pairs * torch.complex(cos[:, :half].float(), sin[:, :half].float()).unsqueeze(1)
-    return torch.cat([turned.real, turned.imag, states[..., 2 * half :].float()], -1).to(states.dtype)
+from vmmkv.kernels.checks import Geometry, check_attention, check_indices, check_sinks, keys
 
 
 def decode(

@@ -72,11 +72,7 @@ class Batching(Generic[SequenceT]):
         self.preemptions = 0
 
     def admit(self) -> list[Running[SequenceT]]:
-        """Starts waiting requests, in order, while there is memory; returns those that it started.
-
-        Raises:
-            OutOfPagesError: nothing runs, and there is no memory for the next request.
-        """
+        """Starts waiting requests, in order, while there is memory; returns those that it started."""
         running = len(self.running)
         while self.waiting and len(self.running) < self.max_running:
             request, generated = self.waiting[0]
@@ -94,9 +90,6 @@ class Batching(Generic[SequenceT]):
         """Steps until a sequence finishes or memory runs short, at most `most`; returns how many.
 
         Where there is no memory for one step, the newest make room: the result is that of single steps.
-
-        Raises:
-            OutOfPagesError: one sequence runs, and there is no memory for its next token.
         """
         steps = min([most, *(running.left for running in self.running)])
         while True:

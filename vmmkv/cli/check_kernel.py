@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 import typer
 from rich.markup import escape
 
-from ..environment import environment
 from ..layout import dtype_from_name
 from .options import Device, JsonOutput
 from .output import console, make_table, print_json
@@ -48,7 +46,7 @@ def check_kernel(
         seed=seed,
     )
     if json_output:
-        print_json(report.as_dict() | {"environment": environment(torch.device(report.case.device))})
+        print_json(report.as_dict())
     else:
         cells = [map(escape, line) for line in report.lines()]
         table = make_table(f"{escape(kernel)} on {report.case.device}", ("rows", "answer", "finding"), cells)

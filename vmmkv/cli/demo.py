@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from .. import KEPT_PAGE, SHARED_PAGE, VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver.driver import open_driver
-from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import Request, conversations, known_tokens, read_trace
 from .options import Device, JsonOutput, TraceFile
@@ -143,7 +142,6 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         waste_at_peak[scheme] = float(1 - held[peak] / allocated[peak])
     return {
         "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
-        "environment": environment(cache.device),
         "requests": requests,
         "tokens": sum(request.total for request in replay.requests),
         "steps": replay.batching.steps,

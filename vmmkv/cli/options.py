@@ -9,5 +9,4 @@ import typer
 
 TraceFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")]
-LengthsSeed = Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")]
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]

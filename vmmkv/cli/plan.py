@@ -68,9 +68,9 @@ def plan(
     K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
     lengths around the mean, as many shorter as longer.
 
-    For a config, transformers runs the model without weights, and the command counts what the layers cache. A layer
-    with an attention window counts as one that keeps all tokens. Models whose layers cache something else than K and V
-    are refused. Without transformers (pip install "vmmkv[hf]") the command knows a few types of models.
+    For a config, transformers (pip install "vmmkv[hf]") runs the model without weights, and the command counts what the
+    layers cache. A layer with an attention window counts as one that keeps all tokens. Models whose layers cache
+    something else than K and V are refused.
 
     With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory:
     what fits of each at all times, as --reserved says, while the others are idle, and of all at once.

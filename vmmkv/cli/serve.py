@@ -30,6 +30,12 @@ def serve(
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; without it in the model's dtype.")
     ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Share the budget of this name with other processes; `vmmkv pool` shows it.")
+    ] = None,
+    reserved: Annotated[
+        str | None, typer.Option(help="With --pool: memory that this server can have at any time, 8GiB or 20%.")
+    ] = None,
 ) -> object:
     """Serve a model as `transformers serve` does, with K and V of all requests in rows.
 
@@ -43,5 +49,11 @@ def serve(
             f'asked for a server, and found none that is known here ({error}); run: pip install "vmmkv[serve]"'
         ) from error
     return serve_on_rows(
-        arguments or [], max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
+        arguments or [],
+        max_bytes=max_bytes,
+        max_seq_len=max_seq_len,
+        idle_seconds=idle_seconds,
+        kv_dtype=kv_dtype,
+        pool=pool,
+        reserved=reserved or 0,
     )

@@ -42,15 +42,8 @@ def keep(*objects: object) -> None:
 
 
 def link(library: str, entries: Sequence[Any], sources: Sequence[str]) -> list[Any]:
-    """The entries of a library, ready to be called.
-
-    Args:
-        library: the module that calls this.
-        entries: its functions, marked by `entry` or `entry_without_lock`.
-        sources: files of the package that it is made of, and folders of such files.
-
-    Raises:
-        RuntimeError: the sources do not compile.
+    """The entries of a library, the module that calls this, ready to be called: its functions that are marked by
+    `entry` or `entry_without_lock`. `sources` are files of the package that it is made of, and folders of such files.
     """
     if MAKING or CHECKED or INTERPRETED:
         return list(entries)
@@ -90,7 +83,7 @@ def address_of(function: Any) -> int:
         keep(function)
         return int(function.address)
     if INTERPRETED:
-        function = _prototype(function)(function)
+        function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)(function)
         keep(function)
         return ctypes.cast(function, ctypes.c_void_p).value or 0
     return _addresses[function]
@@ -104,11 +97,6 @@ def digest(sources: Sequence[str]) -> str:
         content = path.read_bytes()
         found.update(f"{path.relative_to(PACKAGE)} {len(content)}\n".encode() + content)
     return found.hexdigest()[:16]
-
-
-def _prototype(function: Any) -> Any:
-    """The type of a C function that calls an interpreted one."""
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * function.__code__.co_argcount)
 
 
 def load(module: Any, names: Sequence[str]) -> list[int]:
@@ -196,11 +184,7 @@ def _one_at_a_time(folder: Path | None) -> Iterator[Path]:
 
 
 def make(library: str, folder: Path) -> None:
-    """Compiles a library into a folder, for all processors, in a process of its own.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    """Compiles a library into a folder, for all processors, in a process of its own. Raises `RuntimeError`."""
     script, options = Path(__file__).with_name("make.py"), {"NUMBA_DISABLE_JIT": "0", "NUMBA_BOUNDSCHECK": "0"}
     command = [sys.executable, "-P", str(script), library, str(folder)]
     done = subprocess.run(command, env=os.environ | options, capture_output=True, text=True)

@@ -10,28 +10,23 @@ from ..driver.table import DRIVER
 from .tables import ACCOUNT, ASK, CACHE, EXTENT, FRAME, LISTS, POOL, RANGE, ROW, STEP
 
 
-@accessor
-def driver_of(driver: int) -> Any:
-    """The record of a driver."""
-    return view(driver, 1, DRIVER)[0]
+def record_of(kind: np.dtype[np.void]) -> Any:
+    """An accessor of the record at an address."""
+
+    @accessor
+    def found(address: int) -> Any:
+        return view(address, 1, kind)[0]
+
+    return found
 
 
-@accessor
-def ask_of(ask: int) -> Any:
-    """The caller's record."""
-    return view(ask, 1, ASK)[0]
+driver_of, ask_of, pool_of, cache_of = (record_of(kind) for kind in (DRIVER, ASK, POOL, CACHE))
 
 
 @accessor
 def words_at(address: int, count: Any) -> Any:
     """An array of so many integers."""
     return view(address, count, np.int64)
-
-
-@accessor
-def pool_of(pool: int) -> Any:
-    """The record of a pool."""
-    return view(pool, 1, POOL)[0]
 
 
 @accessor
@@ -56,12 +51,6 @@ def frame_in(pool: int, frame: int) -> Any:
 def step_in(pool: int, index: int) -> Any:
     """A step of the journal."""
     return view(pool_of(pool).steps_at, pool_of(pool).max_steps, STEP)[index]
-
-
-@accessor
-def cache_of(cache: int) -> Any:
-    """The record of a cache."""
-    return view(cache, 1, CACHE)[0]
 
 
 @accessor

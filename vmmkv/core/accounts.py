@@ -24,16 +24,6 @@ def open_account(pool: int, limit: int, reserved: int, ask: int) -> int:
 
 
 @entry
-def close_account(pool: int, number: int) -> int:
-    """Closes an account that uses nothing."""
-    a = account_in(pool, number)
-    if a.open:
-        pool_of(pool).committed -= max(a.used, a.reserved)
-        a.open = 0
-    return DONE
-
-
-@entry
 def open_cache(cache: int, limit: int, reserved: int, ask: int) -> int:
     """Puts a cache on its pool, with an account of its own. Returns what `open_account` does."""
     c = cache_of(cache)
@@ -45,13 +35,6 @@ def open_cache(cache: int, limit: int, reserved: int, ask: int) -> int:
                 c.account, caches[index] = number, cache
             return number
     return FULL
-
-
-@entry
-def forget_adoption(cache: int) -> int:
-    """Takes back that a sequence has adopted a row, whose start is refused."""
-    cache_of(cache).adopted -= 1
-    return DONE
 
 
 @entry
@@ -69,5 +52,7 @@ def plan_close(cache: int, ask: int) -> int:
             caches[index] = 0
             p.hungry -= c.queue_count
             c.queue_count = 0
-            close_account(c.pool, c.account)
+            a = account_in(c.pool, c.account)
+            p.committed -= max(a.used, a.reserved)
+            a.open = 0
     return DONE

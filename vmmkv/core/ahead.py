@@ -35,7 +35,7 @@ def map_ahead(cache: int, row: int, frames: int, ask: int) -> int:
         page, end = first_missing(cache, row, part), pages_for(cache, part, tokens + c.overread)
         if page >= end or done >= frames:
             continue
-        larges = min(larges_for(cache, row, part, page, end), frames - done)
+        larges = min(larges_for(cache, row, part, page, end, 1), frames - done)
         singles = 0 if larges else min(end - page, frames - done)
         found = supply(c.pool, singles, larges, IDLE, ask)
         if found < 0:

@@ -61,7 +61,6 @@ def book_swap(pool: int, index: int) -> None:
     if frame_in(pool, old).refs == 0 and frame_in(pool, old).held == 0:  # others have left it meanwhile
         push_free(pool, old)
     new.held, new.refs, new.place = 0, 1, s.row
-    new.uses -= r.ended
     add_gain(s.cache, s.frame, 1)
     put_frame(s.cache, s.range, s.row, s.page, s.count, s.frame + 1)
     charge(s.cache, -s.count)

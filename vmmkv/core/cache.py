@@ -40,7 +40,7 @@ from .pool import (
     record,
     zeros,
 )
-from .sequence import Sequence, Watch, check_tokens, gone, no_token, not_own, suspended, too_long
+from .sequence import Sequence, Watch, check_tokens, gone, no_token, suspended, too_long
 from .tables import CACHE, EXTENT, LISTS, RANGE, ROW, ROW_BITS, ROW_MASK
 
 KEYS = 1 << 62
@@ -163,7 +163,7 @@ class Cache:
                 self.grow(cell, 1, tokens)
             except BaseException:
                 if ask.words[AVAILABLE]:
-                    entries.forget_adoption(self.address)
+                    self.state[0]["adopted"] -= 1
                 with suppress(VmmkvError):  # else it is freed when it is collected
                     self.free((sequence,))
                 raise
@@ -201,11 +201,7 @@ class Cache:
             self.watches.discard(watch)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences, with one fence for all. Sequences that were freed are ignored.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured on one of their streams. No sequence has ended.
-        """
+        """Ends sequences, with one fence for all; none while a graph is captured on one of their streams."""
         batch = list(sequences)
         self.check_own(batch)
         if error := self._end(array("q", [each.ticket for each in batch])):
@@ -213,24 +209,14 @@ class Cache:
 
     def check_own(self, sequences: Iterable[Sequence]) -> None:
         """Raises `ArgumentError` for a sequence of another cache."""
-        for each in sequences:
-            if each.cache is not self:
-                raise not_own()
+        if any(each.cache is not self for each in sequences):
+            raise ArgumentError("got a sequence of another cache")
 
     # ------------------------------------------------------------------ tokens
 
     def extend(self, sequences: Iterable[Sequence], tokens: Any, *, starts: Iterable[int] | None = None) -> None:
-        """Makes room for more tokens in sequences: all of them or none.
-
-        Args:
-            tokens: one number for all, or one for each.
-            starts: for sequences without tokens, the first token that will be read.
-
-        Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, BusyError: no
-                sequence has changed.
-            ValueError: a sequence is named twice, a number is negative, or there is not one for each.
-        """
+        """Makes room for more tokens in sequences, one number for all or one for each: in all of them or none. `starts`
+        are for sequences without tokens, the first token that will be read."""
         tickets = array("q", [each.ticket for each in sequences])
         at_tickets, count = tickets.buffer_info()
         counts = None if isinstance(tokens, int) else array("q", tokens)
@@ -287,38 +273,14 @@ class Cache:
         if code < 0:
             raise self.error(code, ask)
 
-    def share(
-        self,
-        source: Sequence | int,
-        tokens: int,
-        *,
-        key: int = 0,
-        frames: array[int] | None = None,
-        expected: int = 0,
-        last: int | None = None,
-    ) -> Sequence:
-        """Starts a sequence with the first tokens of another, or of a row: full frames are shared, the rest copied.
-
-        Args:
-            source: a sequence, or the number of a parked row, or -1 where all tokens lie on `frames`.
-            frames: the full frames in front, as a list of a guest.
-            last: the owner number of the sequence that has left its tokens on the parked row; None is the last one.
-        """
+    def share(self, source: Sequence, tokens: int) -> Sequence:
+        """Starts a sequence with the first tokens of another: full frames are shared, the rest copied."""
         check_tokens(tokens, self.max_seq_len)
-        if isinstance(source, Sequence):
-            if source.cache is not self:
-                raise not_own()
-            row, given = source.record_index(), source.ticket
-            key = int(self.rows["key"][row])
-        else:
-            row, given = source, source
-            if not -1 <= row < self.max_sequences or (row < 0 and frames is None):
-                raise OutOfRangeError(f"asked for tokens of row {row} of {self.max_sequences}")
-            if row >= 0:
-                given = (int(self.rows["last"][row]) if last is None else last) << ROW_BITS | row
-        sequence = self.start(key=key, expected=expected, avoid=row)
+        self.check_own((source,))
+        row = source.record_index()
+        sequence = self.start(key=int(self.rows["key"][row]), avoid=row)
         try:
-            self.share_into(sequence.ticket, given, tokens, frames.buffer_info()[0] if frames is not None else 0)
+            self.share_into(sequence.ticket, source.ticket, tokens)
         except BaseException:
             with suppress(VmmkvError):  # else it is freed when it is collected
                 self.free((sequence,))
@@ -326,7 +288,7 @@ class Cache:
         return sequence
 
     def share_into(self, ticket: int, source: int, tokens: int, frames_at: int = 0) -> None:
-        """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `share`."""
+        """Starts a sequence without tokens with the first tokens of `source`, a ticket: see `plan_share`."""
         ask, arguments = Ask(), (self.address, ticket, source, tokens, tokens, frames_at)
         while (code := self.pool.change(ask, entries.plan_share, *arguments)) == codes.BROKEN:
             self.repair(source)
@@ -357,7 +319,7 @@ class Cache:
             raise gone() if code == codes.GONE else self.pool.error(code, ask)
         self.pool.keep_stream(ask, stream)
 
-    def batch(self, sequences: Iterable[Sequence] = ()) -> Batch:
+    def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """A batch handle: sequences that grow together step by step."""
         return Batch(self, sequences)
 
@@ -390,14 +352,9 @@ class Cache:
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back, behind all work on the device. Addresses stay reserved while
-        there are views of them.
-
-        Raises:
-            StreamCaptureError, DriverError: the device could not be waited for, and nothing was closed; or a later call
-                has failed, some memory is there still, and no sequence can be started any more. The cache can be closed
-                again.
-            BusyError: the thread is in the middle of another change.
-        """
+        there are views of them. Where the device cannot be waited for, or the thread is in the middle of another
+        change, nothing is closed. Where a later call fails, some memory is there still, and the cache can be closed
+        again."""
         unsharing.check_copying(self.pool)
         with self.pool.copying:
             if self.is_closed:

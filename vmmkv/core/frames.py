@@ -5,50 +5,52 @@ from ..driver.table import VACANT
 from .access import cache_of, extent_at, frame_in, pool_of, row_at, words_at
 from .pages import frame_at, put_frame
 from .rows import link_old
-from .tables import FRESH_KEY, GAINED, TAKEN_FRAME
+from .tables import FRESH_KEY, GAINED, POOL, TAKEN_FRAME
+
+SMALL, LARGES, UNMADE, GAINED_SMALL, GAINED_LARGE = range(5)
+"""Stacks of a pool, in the order of `POOL`."""
+STACKS = POOL.fields["small"][1] if POOL.fields else 0
+
+
+@inner
+def push(pool: int, stack: int, frame: int) -> None:
+    """Puts a frame on a stack."""
+    s = words_at(pool + STACKS + 16 * stack, 2)  # the count, and the address of the numbers
+    words_at(s[1], s[0] + 1)[s[0]] = frame
+    s[0] += 1
+
+
+@inner
+def pop(pool: int, stack: int) -> int:
+    """Takes the last frame from a stack that is not empty."""
+    s = words_at(pool + STACKS + 16 * stack, 2)
+    s[0] -= 1
+    frame: int = words_at(s[1], s[0] + 1)[s[0]]
+    return frame
 
 
 @inner
 def push_free(pool: int, frame: int) -> None:
     """Puts a free frame on the stack of its size."""
-    p = pool_of(pool)
-    if frame_in(pool, frame).pages > 1:
-        words_at(p.larges_at, p.capacity)[p.larges] = frame
-        p.larges += 1
-    else:
-        words_at(p.small_at, p.capacity)[p.small] = frame
-        p.small += 1
+    push(pool, LARGES if frame_in(pool, frame).pages > 1 else SMALL, frame)
 
 
 @inner
 def push_gained(pool: int, frame: int) -> None:
     """Puts a frame that the journal makes free on a stack for other steps of the journal."""
-    p, f = pool_of(pool), frame_in(pool, frame)
+    f = frame_in(pool, frame)
     f.moving = GAINED
-    if f.pages > 1:
-        words_at(p.gained_large_at, p.capacity)[p.gained_large] = frame
-        p.gained_large += 1
-    else:
-        words_at(p.gained_at, p.capacity)[p.gained] = frame
-        p.gained += 1
+    push(pool, GAINED_LARGE if f.pages > 1 else GAINED_SMALL, frame)
 
 
 @inner
 def take(pool: int, pages: int) -> int:
     """Takes a free frame of a size for a step. The caller has made sure that there is one."""
     p = pool_of(pool)
-    if pages > 1 and p.gained_large:
-        p.gained_large -= 1
-        frame = words_at(p.gained_large_at, p.capacity)[p.gained_large]
-    elif pages > 1:
-        p.larges -= 1
-        frame = words_at(p.larges_at, p.capacity)[p.larges]
-    elif p.gained:
-        p.gained -= 1
-        frame = words_at(p.gained_at, p.capacity)[p.gained]
+    if pages > 1:
+        frame = pop(pool, GAINED_LARGE if p.gained_large else LARGES)
     else:
-        p.small -= 1
-        frame = words_at(p.small_at, p.capacity)[p.small]
+        frame = pop(pool, GAINED_SMALL if p.gained else SMALL)
     frame_in(pool, frame).moving = TAKEN_FRAME
     return frame
 
@@ -58,24 +60,22 @@ def number(pool: int, pages: int) -> int:
     """Takes an unused frame number, for a frame of so many pages."""
     p = pool_of(pool)
     if p.unmade:
-        p.unmade -= 1
-        frame = words_at(p.unmade_at, p.capacity)[p.unmade]
+        frame = pop(pool, UNMADE)
     else:
         frame = p.fresh
         p.fresh += 1
     f = frame_in(pool, frame)
-    f.handle, f.pages, f.key, f.uses, f.moving = VACANT, pages, FRESH_KEY, 0, TAKEN_FRAME
+    f.handle, f.pages, f.key, f.moving = VACANT, pages, FRESH_KEY, TAKEN_FRAME
     return frame
 
 
 @inner
 def settle_frame(pool: int, frame: int) -> None:
     """Puts a frame of a booked journal on the stack where it belongs, if it is free."""
-    p, f = pool_of(pool), frame_in(pool, frame)
+    f = frame_in(pool, frame)
     if f.moving and f.refs == 0 and f.held == 0:
         if f.handle == VACANT:
-            words_at(p.unmade_at, p.capacity)[p.unmade] = frame
-            p.unmade += 1
+            push(pool, UNMADE, frame)
         else:
             push_free(pool, frame)
     f.moving = 0
@@ -99,7 +99,6 @@ def add_mapping(cache: int, frame: int, row: int, sign: int) -> None:
     add_gain(cache, frame, -1)
     f.refs += sign
     f.place ^= row
-    f.uses -= sign * row_at(cache, row).ended
     add_gain(cache, frame, 1)
 
 

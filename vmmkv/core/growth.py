@@ -104,22 +104,22 @@ def first_missing(cache: int, row: int, part: int) -> int:
 
 
 @inner
-def larges_for(cache: int, row: int, part: int, page: int, end: int) -> int:
+def larges_for(cache: int, row: int, part: int, page: int, end: int, up: int) -> int:
     """The number of large frames for the pages that a row lacks: none unless all its pages are on large frames, and
-    only frames that the row uses, or is expected to use, as a whole."""
+    only frames that the row uses, or with `up` is expected to use, as a whole."""
     c, e = cache_of(cache), extent_at(cache, row, part)
     large = pool_of(c.pool).large
     if not c.large or page % large or (e.first < e.mapped and page != e.head_end):
         return 0
     most = pages_for(cache, part, c.max_tokens + c.overread)
     wish = min(max(end, pages_for(cache, part, row_at(cache, row).expected)), most)
-    return max(min((end - page + large - 1) // large, (wish - page) // large), 0)
+    return max(min((end - page + (large - 1) * up) // large, (wish - page) // large), 0)
 
 
 @inner
-def use_targets(cache: int, tickets_at: int, count: int, allow_large: int) -> int:
-    """Makes rows use the pages of their targets. Returns the number of single pages that they lack, plus `1 << 32`
-    times the number of large frames."""
+def use_targets(cache: int, tickets_at: int, count: int, up: int) -> int:
+    """Makes rows use the pages of their targets, and with `up` those of whole large frames. Returns the number of
+    single pages that they lack, plus `1 << 32` times the number of large frames."""
     c, tickets, singles, larges = cache_of(cache), words_at(tickets_at, count), 0, 0
     large = pool_of(c.pool).large
     for index in range(count):
@@ -131,7 +131,7 @@ def use_targets(cache: int, tickets_at: int, count: int, allow_large: int) -> in
             e, page = extent_at(cache, row, part), first_missing(cache, row, part)
             end = e.use_end
             if page < end:
-                found = larges_for(cache, row, part, page, end) if allow_large else 0
+                found = larges_for(cache, row, part, page, end, up)
                 larges += found
                 singles += max(end - page - found * large, 0)
                 use(cache, row, part, e.use_first, max(end, page + found * large))
@@ -154,7 +154,7 @@ def map_row(cache: int, row: int, larges: int) -> int:
     another key. Returns the number of large frames that are left."""
     for part in range(cache_of(cache).ranges):
         e, page = extent_at(cache, row, part), first_missing(cache, row, part)
-        wanted = min(larges_for(cache, row, part, page, e.use_end), larges) if page < e.use_end else 0
+        wanted = min(larges_for(cache, row, part, page, e.use_end, 0), larges) if page < e.use_end else 0
         larges -= wanted
         plan_new(cache, row, part, page, wanted, e.use_end)
         if not row_at(cache, row).suspended:

@@ -1,19 +1,12 @@
 """The door for guests. A guest, such as a tree of prefixes, remembers the tokens of frames and shares the frames later.
 
-A guest holds frames: these outlive the rows in which they are mapped. The core knows no token ids.
+A guest holds frames: these outlive the rows in which they are mapped. The core knows no token ids. `join` starts the
+notes of a cache, which tell of sequences that have ended (`FREED`) or were cut (`CUT`); a guest takes them by `notes`
+before each lookup, and forgets all that it knows of rows if the ring was full. `vmmkv.core.sharing.plan_share` puts
+held frames in front of a new sequence, and `vmmkv.core.starting.adopt_kept` gives it a parked row as it is.
 
-    join      starts the notes of a cache, once. A note tells of a sequence that has ended (`FREED`) or was cut (`CUT`).
-    notes     takes notes, the oldest first. A guest calls it before each lookup. If the ring was full, notes are lost,
-              and the guest forgets all that it knows of rows.
-    hold      references the full frames in front of a live sequence's tokens, and writes their numbers.
-    drop      ends references. A frame that is in no row becomes free; a frame in a parked row can be reclaimed.
-    share     puts held frames in front of a new sequence, in one journal with its other pages: see
-              `vmmkv.core.sharing.plan_share`.
-    adopt     gives a parked row to a new sequence as it is: see `vmmkv.core.starting.adopt_kept`.
-
-`join`, `notes`, `hold` and `drop` need no lock, and make no driver call; compiled guests call `notes`. `share` is
-a plan. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop as many, without a lock,
-and plans again.
+The entries here need no lock, and make no driver call. A plan that lacks pages returns `SHORT` and their number; the
+shell asks guests to drop as many, without a lock, and plans again.
 
 A list of frames is, for each range of the cache, the number of frames and then their numbers. The frames of a range lie
 on its pages from 0 on, one behind the other.
@@ -56,8 +49,8 @@ def notes(cache: int, out: int, most: int) -> int:
 @entry
 def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, most: int) -> int:
     """References the frames of a range, from page `first` on, that a sequence's first tokens fill, and writes their
-    numbers to `out`. Returns the number of frames, `GONE`, `SUSPENDED`, or `NO_TOKEN`: the sequence has fewer
-    tokens, or has released its front."""
+    numbers to `out`. Returns the number of frames, `GONE`, `SUSPENDED`, or `NO_TOKEN`: it has fewer tokens, or has
+    released its front."""
     row = active_row(cache, ticket)
     if row < 0:
         return row

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from sys import is_finalizing
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +42,7 @@ TRIMMED = 1024
 WORDS = len(ASK.names or ())
 ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, CURRENT = range(SCRATCH, SCRATCH + 8)
 """Places in an `Ask`."""
-NAMES = STEPS | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
+NAMES = dict(enumerate(STEPS)) | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
 """By kind of a step: the function of the driver's table."""
 NORESERVE, CHUNK = 0x4000, 1 << 36
 _chunk: list[Any] = [b"", 0]
@@ -53,26 +53,6 @@ NO_LIMIT_PAGES = 1 << 40
 
 
 ZEROS = array("q", bytes(8 * WORDS))
-
-
-class Lessee(Protocol):
-    """A user of a pool that creates pages itself: see `vmmkv.core.leasing`."""
-
-    def give(self, pages: int) -> int:
-        """Gives back up to so many leased pages that do not exist; all, if it has ended. Returns how many."""
-
-    def mapped_pages(self) -> int:
-        """Pages of what is leased that exist."""
-
-
-class Lends(Protocol):
-    """A source of budget beyond a pool's own: see `vmmkv.lending`."""
-
-    def borrow(self, pages: int) -> int:
-        """Raises the pool's budget by so many pages, or by none; returns by how many."""
-
-    def end(self) -> None:
-        """Takes note that the pool has no memory any more."""
 
 
 class Ask:
@@ -100,10 +80,10 @@ class Pool:
         self.evict: list[Callable[[int], int]] = []
         """Functions of guests: each is called with a number of pages, drops frames, and returns how many pages it
         gave."""
-        self.leases: list[Lessee] = []
-        """Users that create pages themselves."""
-        self.lender: Lends | None = None
-        """What the budget is borrowed from, if the pool shares it with other processes."""
+        self.leases: list[Any] = []
+        """Users that create pages themselves, such as `vmmkv.torch.lease.Lease`."""
+        self.lender: Any = None
+        """What the budget is borrowed from, if processes share it: a `vmmkv.lending.Lender`."""
         self.lock: Any = threading.RLock()
         """The planning lock, held from the plan of a change to its commit."""
         self.copying: Any = threading.RLock()
@@ -148,11 +128,6 @@ class Pool:
         guests for pages, and plans again.
 
         Returns `DONE`, or a code that the plan has for its caller.
-
-        Raises:
-            BusyError: the thread is in the middle of another change.
-            OutOfPagesError: there are too few pages.
-            DriverError, StreamCaptureError: nothing has changed.
         """
         lock, error, refusal = self.lock, None, None
         if lock._is_owned() or is_finalizing():
@@ -273,11 +248,7 @@ class Pool:
         return int(self.state[0][name])
 
     def limit_to(self, pages: int, account: int = -1, reserved: int = 0) -> None:
-        """Sets the budget in pages, or the limit and the reservation of an account. Releases pages above the budget.
-
-        Raises:
-            OutOfPagesError: live tokens and reservations need more. Nothing has changed.
-        """
+        """Sets the budget in pages, or the limit and the reservation of an account. Releases pages above the budget."""
         ask = Ask()
         if (account < 0 and pages > self.most) or not 0 <= reserved <= pages:
             raise BudgetError(
@@ -299,10 +270,8 @@ class Pool:
             self.change(Ask(), entries.plan_trim, self.address, keep_pages, TRIMMED)
             if last == self.word("created") > keep_pages:
                 wanted = last - keep_pages
-                if self.change(Ask(), entries.plan_retired, self.address, wanted) != codes.GONE or self.ask_guests(
-                    wanted
-                ):
-                    last = -1
+                retired = self.change(Ask(), entries.plan_retired, self.address, wanted)
+                last = -1 if retired != codes.GONE or self.ask_guests(wanted) else last
         return before - last
 
     def free_pages(self) -> int:
@@ -313,9 +282,7 @@ class Pool:
         """Gives up to so many pages that no sequence uses back to the driver; returns how many."""
         before, pages = self.word("created"), max(pages, 0)
         self.trim_to(before - pages)
-        missing = pages - before + self.word("created")
-        for evict in self.evict:
-            missing -= evict(missing) if missing > 0 else 0
+        self.ask_guests(pages - before + self.word("created"))
         self.trim_to(before - pages)
         return before - self.word("created")
 
@@ -323,8 +290,8 @@ class Pool:
         """Takes back up to so many leased pages that do not exist, but none that are reserved; and all of lessees that
         have ended. Returns how many."""
         given = 0
-        for lessee in self.leases.copy():
-            given += lessee.give(max(pages - given, 0))
+        for lease in self.leases.copy():
+            given += lease.give(max(pages - given, 0))
         return given
 
     def gain_budget(self, pages: int) -> int:
@@ -383,10 +350,6 @@ class Pool:
         if code == codes.FULL:
             raise BudgetError(f"a pool has at most {SLOTS} caches and {SLOTS} accounts at a time; close some")
         return code
-
-    def close_account(self, number: int) -> None:
-        """Closes an account that uses nothing."""
-        entries.close_account(self.address, number)
 
     def keep_stream(self, ask: Ask, stream: Any = None) -> None:
         """Keeps the object of a stream, None for the current one, that a compiled call has named for the first time."""

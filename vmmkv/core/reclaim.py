@@ -237,6 +237,12 @@ def supply(pool: int, singles: int, larges: int, level: int, ask: int) -> int:
     for _ in range(there, most):
         plan_create(pool, p.large)
         creatable -= p.large
+    # Free single frames become large ones: to map them one by one takes longer, now and each time they are used again.
+    while most < larges and p.small + p.gained >= p.large and ask_of(ask).frugal == 0:
+        for _ in range(p.large):
+            plan_release(pool, 1)
+        plan_create(pool, p.large)
+        most += 1
     singles += (larges - most) * p.large
     for _ in range(p.small + p.gained, singles):
         if creatable < 1:  # release a free large frame, for single ones

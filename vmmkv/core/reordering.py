@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from ..driver.fence import wait_for_device
-from ..errors import DriverOutOfMemoryError, OutOfRangeError, UnsupportedError, VmmkvError
+from ..errors import DriverOutOfMemoryError, UnsupportedError, VmmkvError
 from . import entries
 from .cache import Cache
 from .pool import FRESH, LARGE, ROW_AT, Ask
@@ -27,31 +27,9 @@ ASIDE = -1
 
 
 def reorder(cache: Cache, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
-    """Gives sequence i the tokens of sequence `indices[i]`: all sequences change or none.
-
-    It is done in the order of the current stream, behind all work on the sequences so far; later work on their streams
-    waits for it.
-
-    Args:
-        cache: the cache of all of them.
-        sequences: live sequences, each once.
-        indices: one index into `sequences` for each of them; an index may be repeated.
-
-    Raises:
-        OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
-        DriverOutOfMemoryError: there is none beside the cache for the up to 16 pages that a circle keeps aside.
-        StreamCaptureError, UseAfterFreeError: nothing has changed in these cases.
-        DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to change
-            have ended.
-        UnsupportedError: a sequence has given back its front (`release_before`) where the other one begins; or tokens
-            would come to a sequence of another key. Nothing has changed.
-        ValueError, OutOfRangeError: one is named twice, or is another cache's; or there is not one index for each.
-    """
+    """Gives sequence i the tokens of sequence `indices[i]`: see `KVCache.reorder`. `sequences` are live ones of the
+    cache, each once, with one index for each."""
     batch, chosen = list(sequences), list(indices)
-    if any(each.cache is not cache for each in batch) or len({*batch}) < len(batch) or len(chosen) != len(batch):
-        raise ValueError("got sequences of another cache, one that is named twice, or not one index for each")
-    if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
-        raise OutOfRangeError(f"got indices {chosen}; they are from 0 to {len(batch) - 1}")
     rows = [each.record_index() for each in batch]
     moves = {row: rows[index] for row, index in zip(rows, chosen) if row != rows[index]}
     if moves:

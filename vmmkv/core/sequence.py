@@ -6,7 +6,7 @@ import weakref
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, SequenceTooLongError, SuspendedError, UseAfterFreeError
+from ..errors import SequenceTooLongError, SuspendedError, UseAfterFreeError
 from ..layout import shown
 from . import entries
 from .codes import DONE, RING
@@ -112,32 +112,13 @@ class Sequence:
         self.cache.free((self,))
 
 
-def number_of(ticket: int) -> int:
-    """The owner number in a ticket."""
-    return ticket >> ROW_BITS
-
-
-def row_number(ticket: int) -> int:
-    """The row in a ticket."""
-    return ticket & ROW_MASK
-
-
-def not_own() -> ArgumentError:
-    """The error for a sequence of another cache."""
-    return ArgumentError("got a sequence of another cache")
-
-
 def no_token() -> ValueError:
     """What is raised for tokens that a sequence does not have."""
     return ValueError("asked for tokens that the sequence does not have")
 
 
 def check_tokens(tokens: int, most: int) -> int:
-    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`.
-
-    Raises:
-        ValueError, SequenceTooLongError: it is negative, or more.
-    """
+    """A number of tokens: compiled code takes 64 bits, and rows have no more than `most`."""
     if tokens < 0:
         raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
     if tokens > most:

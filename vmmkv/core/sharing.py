@@ -71,34 +71,6 @@ def source_row(cache: int, ticket: int, tokens: int) -> int:
     return row if 0 <= tokens <= kept(cache, row, owner) else GONE
 
 
-@inner
-def covered(cache: int, part: int, frames_at: int) -> int:
-    """Pages of a list of frames, or -1: these are not held, or do not lie on a row like that."""
-    pool, count, pages, singles = cache_of(cache).pool, words_at(frames_at, 1)[0], 0, 0
-    for index in range(1, count + 1):
-        frame = words_at(frames_at, count + 1)[index]
-        if not 0 <= frame < pool_of(pool).fresh:
-            return -1
-        f = frame_in(pool, frame)
-        if f.held < 1 or (f.pages > 1 and singles):
-            return -1
-        singles += f.pages == 1
-        pages += f.pages
-    return pages if pages <= range_at(cache, part).row_pages else -1
-
-
-@inner
-def are_right(cache: int, source: int, tokens: int, frames_at: int) -> int:
-    """Whether lists of frames can lie in front of so many tokens: in front of all of them, if there is no source."""
-    size = pool_of(cache_of(cache).pool).page_size
-    for part in range(cache_of(cache).ranges):
-        pages = covered(cache, part, frames_at)
-        if pages < 0 or (source < 0 and pages * size < tokens * range_at(cache, part).record):
-            return 0
-        frames_at = next_list(frames_at)
-    return 1 if 0 <= tokens <= cache_of(cache).max_tokens else 0
-
-
 @entry
 def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, frames_at: int, ask: int) -> int:
     """Plans that a new sequence without tokens begins with the first tokens of another, `given`, which may have left
@@ -125,8 +97,6 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
             return source if source < 0 else NO_TOKEN
         if row_at(cache, source).broken:
             return BROKEN
-    if frames_at and not are_right(cache, source, tokens, frames_at):
-        return NO_TOKEN
     if mapped_pages(cache, row) and not is_idle(cache, row, ask):
         return WAIT
     if source >= 0:
@@ -143,9 +113,9 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
         split = share_front(cache, row, part, source, tokens, cursor)
         use(cache, row, part, split, split)
         cursor = next_list(cursor)
-    need = use_rest(cache, row, length, frames_at)
+    need = use_rest(cache, row, length, frames_at, 1)
     if is_over(cache):
-        need = use_rest(cache, row, length, 0)
+        need = use_rest(cache, row, length, frames_at, 0)
     if is_over(cache):
         a.asked, a.available = need & 0xFFFFFFFF, before
         return give_up(cache, row, NO_PAGES, ask)
@@ -174,14 +144,15 @@ def can_be_large(cache: int, frames_at: int) -> int:
 
 
 @inner
-def use_rest(cache: int, row: int, length: int, frames_at: int) -> int:
-    """Makes a row use the pages of so many tokens behind those that it shares. Returns the number of single pages that
-    it lacks, plus `1 << 32` times the number of large frames, which may lie behind the lists of frames."""
+def use_rest(cache: int, row: int, length: int, frames_at: int, up: int) -> int:
+    """Makes a row use the pages of so many tokens behind those that it shares (`up` as in `larges_for`). Returns the
+    number of single pages that it lacks, plus `1 << 32` times the number of large frames, which may lie behind the
+    lists of frames."""
     large, singles, larges = pool_of(cache_of(cache).pool).large, 0, 0
     for part in range(cache_of(cache).ranges):
         split = extent_at(cache, row, part).use_first
         end = max(pages_with(cache, part, length), split)
-        found = larges_for(cache, row, part, split, end) if can_be_large(cache, frames_at) else 0
+        found = larges_for(cache, row, part, split, end, up) if can_be_large(cache, frames_at) else 0
         larges += found
         singles += max(end - split - found * large, 0)
         use(cache, row, part, split, max(end, split + found * large))
@@ -227,7 +198,7 @@ def copy_rest(cache: int, row: int, part: int, source: int, tokens: int, larges:
     page, end = e.use_first, e.use_end
     if page >= end:
         return 0
-    larges = min(larges_for(cache, row, part, page, end), larges)
+    larges = min(larges_for(cache, row, part, page, end, 0), larges)
     plan_new(cache, row, part, page, larges, end)
     nbytes = tokens * range_at(cache, part).record - page * pool_of(pool).page_size
     if nbytes > 0:

@@ -255,7 +255,6 @@ def disown(cache: int, row: int) -> None:
         use(cache, row, part, 0, 0)
     c.tokens -= max(r.length - r.start, 0)
     c.live -= 1
-    r.ended += 1
     let_slots(p.driver, r.streams)
     r.last, r.left = r.owner, r.length if r.start == 0 and (c.guest or not poison_of(cache)) else 0
     r.owner = r.length = r.start = r.streams = r.stream = r.expected = r.suspended = r.away = r.away_start = 0

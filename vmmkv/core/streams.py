@@ -5,13 +5,13 @@ from typing import Any
 
 from ..compiled import accessor, entry, inner
 from ..compiled.native import call, view
-from ..driver.fencing import EVENTS, SLOTS, STREAM, event_for, put, slot_for
 from ..driver.fencing import FULL as NO_SLOT
+from ..driver.fencing import SLOTS, STREAM, put, slot_for, wait_event
 from ..driver.fencing import ask as ask_slot
 from ..driver.running import CAPTURED as IS_CAPTURED
 from ..driver.running import WORD, captured, enter, leave
 from ..driver.table import STATUS
-from .access import ask_of, cache_of, driver_of, pool_of, row_at, words_at
+from .access import ask_of, cache_of, driver_of, pool_of, row_at
 from .codes import CAPTURED, DONE, FAILED, FULL
 from .pages import row_of
 
@@ -79,13 +79,6 @@ def pending_slots(driver: int, slots: int, tick: int) -> int:
         if slots >> slot & 1 and ask_slot(driver, slot, tick):
             left |= 1 << slot
     return left
-
-
-@inner
-def wait_event(driver: int, stream: int, slot: int, tick: int) -> int:
-    """Makes later work on a stream wait for a slot's work up to a tick. Returns a status. It needs the context."""
-    d, place = driver_of(driver), event_for(driver, slot, tick)
-    return call(d.wait, (stream, words_at(d.events_at, (SLOTS, EVENTS))[slot, place], 0)) if place >= 0 else 0
 
 
 @inner

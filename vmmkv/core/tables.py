@@ -64,18 +64,14 @@ CACHE = _record(
     "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count "
     "turn closed page_uses"
 )
+"""`page_uses` counts the pages that sequences used when they ended."""
 RANGE = _record("address record row_pages pages_at")
 ROW = _record(
     "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
-    "target cut list next prev is_old older younger queued broken broken_part broken_page ended "
-    "suspended away away_start"
+    "target cut list next prev is_old older younger queued broken broken_part broken_page suspended away away_start"
 )
-"""`ended` counts the sequences that have ended on the row. `uses` of a frame counts those that have ended on rows while
-these had the frame, without those of the rows that have it now: `ended` of a row is subtracted when a frame is mapped
-there, and added when it leaves. `page_uses` of a cache counts pages of sequences that have ended: those of live ones
-are what they use now."""
 EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
-FRAME = _record("handle pages refs held users key place leaving moving uses")
+FRAME = _record("handle pages refs held users key place leaving moving")
 STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
 ASK = _record(
     " ".join("status" if index == STATUS else f"scratch{index}" for index in range(SCRATCH))

@@ -19,11 +19,7 @@ THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 @contextmanager
 def trial_capture(device: torch.device) -> Iterator[None]:
-    """Captures what is launched on a stream of a device, the current one meanwhile: it is not run, and forgotten.
-
-    Raises:
-        DriverError: it cannot be captured. torch raises a RuntimeError of its own where it sees that first.
-    """
+    """Captures what is launched on a stream of a device, the current one meanwhile: it is not run, and forgotten."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # else the caching allocator may ask for events, which a capture does not allow
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

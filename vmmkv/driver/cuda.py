@@ -103,59 +103,48 @@ class CudaDriver(Driver):
         check("cuDevicePrimaryCtxRetain", status)
         with torch.cuda.device(self.device):  # what pages can do, and what `cuMemCreate` is asked for
             self.features, self.allocation, granularity = self._probe(ordinal)
-        self.access = {writable: [self._access_description(writable)] for writable in (False, True)}
-        """What `cuMemSetAccess` is asked for, by whether pages may be written."""
+        self.access = []
+        """What `cuMemSetAccess` is asked for: pages to write, and pages to read only."""
+        for rights in ("READWRITE", "READ"):
+            self.access.append(cu.CUmemAccessDesc())
+            self.access[-1].location = self.allocation.location
+            self.access[-1].flags = getattr(cu.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{rights}")
         libcuda = ctypes.CDLL("libcuda.so.1")
         words = {
             name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in NAMES.items()
         }
         words |= {"context": int(context), "property": self.allocation.getPtr()}
-        words |= {"access": self.access[True][0].getPtr(), "read_access": self.access[False][0].getPtr()}
+        words |= {"access": self.access[0].getPtr(), "read_access": self.access[1].getPtr()}
         super().__init__(self.device, granularity, check_page_size(page_size, granularity), words, NAMES)
         keep(self.allocation, self.access)
 
-    def _allocation_property(self, exportable: bool) -> Any:
-        """What `cuMemCreate` is asked for."""
-        wanted = cu.CUmemAllocationProp()
-        wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        wanted.location.id = self.device.index
-        if exportable:
-            handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            wanted.requestedHandleTypes = handle_type
-        return wanted
-
-    def _access_description(self, writable: bool) -> Any:
-        """What `cuMemSetAccess` is asked for."""
-        flags = cu.CUmemAccess_flags
-        access = cu.CUmemAccessDesc()
-        access.location = self.allocation.location
-        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-        return access
-
     def _probe(self, ordinal: Any) -> tuple[dict[str, bool], Any, int]:
-        """Which kind of page the device grants, and its granularity: asks, then makes one to be sure."""
-        attribute = cu.CUdevice_attribute
+        """What the device supports, what `cuMemCreate` is asked for, and the granularity of its pages. Makes a page to
+        be sure that it can be exported."""
 
-        def supports(name: Any) -> bool:
-            status, value = cu.cuDeviceGetAttribute(name, ordinal)
+        def supports(name: str) -> bool:
+            attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}_SUPPORTED")
+            status, value = cu.cuDeviceGetAttribute(attribute, ordinal)
             return bool(status == SUCCESS and value)
 
-        if not supports(attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+        if not supports("VIRTUAL_MEMORY_MANAGEMENT"):
             raise DeviceError(f"{self.device} has no virtual memory management, which vmmkv is made of")
-        exportable = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
-        for features in ({"exportable": exportable}, {"exportable": False}):
-            wanted = self._allocation_property(**features)
+        more = {"fabric_handles": "HANDLE_TYPE_FABRIC", "host_numa_pages": "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT"}
+        for exportable in (supports("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"), False):
+            wanted = cu.CUmemAllocationProp()
+            wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            wanted.location.id = self.device.index
+            if exportable:
+                handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                wanted.requestedHandleTypes = handle_type
             status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
             check("cuMemGetAllocationGranularity", status)
             status, handle = cu.cuMemCreate(granularity, wanted, 0)
             if status == SUCCESS:
                 check("cuMemRelease", *cu.cuMemRelease(handle))
-                features["fabric_handles"] = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
-                features["host_numa_pages"] = supports(
-                    attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-                )
-                return features, wanted, granularity
+                features = {name: supports(attribute) for name, attribute in more.items()}
+                return {"exportable": exportable, **features}, wanted, granularity
         check("cuMemCreate", status, "not even a plain page could be made")
         raise AssertionError("check raises")
 

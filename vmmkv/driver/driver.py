@@ -30,25 +30,14 @@ from .table import (
     SET_READ_ACCESS,
     STATUS,
     UNMAP,
-    WAIT_FOR,
 )
 
 Handle = NewType("Handle", int)
 """Physical memory of a page, or of several side by side, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
-STEPS = {
-    UNMAP: "unmap",
-    MAP: "map",
-    SET_ACCESS: "set_access",
-    SET_READ_ACCESS: "set_access",
-    CREATE: "create",
-    RELEASE: "release",
-    RESERVE: "reserve",
-    FREE: "free",
-    WAIT_FOR: "wait_for",
-}
-"""By kind: the function of the table."""
+STEPS = "unmap", "map", "set_access", "create", "release", "reserve", "set_access", "free", "wait_for"
+"""By kind of a step: the function of the table."""
 
 
 class Driver:
@@ -64,12 +53,8 @@ class Driver:
     Attributes:
         table: its `DRIVER` record. A test may put functions of its own into it.
         address: that of the table, which compiled functions are given.
-        slot_handles: by slot of a fence, the handle of the stream that has it (see `vmmkv.driver.fencing`).
-        slot_streams: by slot, that stream, so that it lives as long as its handle is there.
-        alignment: what `reserve` is given as such.
+        slot_streams: by slot of a fence, its stream, so that it lives as long as its handle is there.
     """
-
-    alignment = 0
 
     def __init__(
         self, device: torch.device, granularity: int, page_size: int, words: Mapping[str, int], names: Mapping[str, str]
@@ -85,7 +70,6 @@ class Driver:
             self.table[name] = part.ctypes.data
         self.table["clock"] = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value
         self._process = os.getpid()
-        self.slot_handles: Any = fences[0]["handle"]
         self.slot_streams: list[Any] = [None] * SLOTS
         _drivers.add(self)
 
@@ -102,7 +86,7 @@ class Driver:
     def reserve(self, nbytes: int) -> int:
         """Reserves a virtual range and returns its address."""
         out = array("q", [0])
-        self.make_step(RESERVE, out.buffer_info()[0], nbytes, self.alignment, f"reserving {nbytes} bytes of addresses")
+        self.make_step(RESERVE, out.buffer_info()[0], nbytes, 0, f"reserving {nbytes} bytes of addresses")
         return out[0]
 
     def free(self, address: int, nbytes: int) -> None:
@@ -154,12 +138,7 @@ class Driver:
         return None
 
     def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
-        """Sets bytes, in the order of a stream.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured on the current stream, or on `stream`: as a part of the
-                graph the call would run again at each replay.
-        """
+        """Sets bytes, in the order of a stream."""
         self._queue("fill", FILL, address, value, nbytes, stream)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: Any = None) -> None:
@@ -174,21 +153,18 @@ class Driver:
         status = entries.queue(self.address, kind, address, other, nbytes, *handles, at)
         if status == CAPTURED:
             raise self.captured(name, current, stream)
-        self._check(name, status)
+        if status:
+            raise self.error(name, status)
 
     def synchronize(self) -> None:
-        """Waits for all work on the device. Captures of other threads go on undisturbed.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured on the current stream.
-            DeviceLostError: an earlier failure has ended the device's context, and its memory with it.
-        """
+        """Waits for all work on the device. Captures of other threads go on undisturbed."""
         current = self.current_stream()
         _scratch, at = new_scratch()
         status = entries.synchronize(self.address, handle_of(current), at)
         if status == CAPTURED:
             raise self.captured("deallocate", current)
-        self._check("deallocate", status)
+        if status:
+            raise self.error("deallocate", status)
 
     # -------------------------------------------------------------- errors
 
@@ -209,10 +185,6 @@ class Driver:
             f"{self.names[name]} cannot be part of a CUDA graph, and {shown} is being captured: extend what the graph "
             "needs before the capture, and truncate, free or close after it"
         )
-
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            raise self.error(name, status)
 
     def check_process(self) -> None:
         """Raises `ForkError` where a driver was made by another process: each would take the other's pages for free."""

@@ -30,12 +30,7 @@ def check_stream(stream: Any, device: torch.device) -> None:
 
 
 def wait_for_device(driver: Driver) -> None:
-    """Waits for all work on the device, before what it may use is unmapped.
-
-    Raises:
-        StreamCaptureError, DriverError: it cannot be waited for, so nothing may be unmapped. (What a lost context has
-            left needs no waiting: its memory is lost, too.)
-    """
+    """Waits for all work on the device, before what it may use is unmapped."""
     with suppress(DeviceLostError):
         driver.synchronize()
 
@@ -63,11 +58,7 @@ class Fence:
 
     @classmethod
     def after(cls, driver: Driver, streams: Iterable[Any]) -> Fence:
-        """A fence after all work submitted to `streams` so far.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured on the current stream, or on one of these.
-        """
+        """A fence after all work submitted to `streams` so far."""
         named = {handle_of(stream): stream for stream in streams if stream is not None}
         if not named:
             return cls()
@@ -97,20 +88,9 @@ class Fence:
             self.slots = left
         return not self.slots
 
-    def passed_for(self, stream: Any) -> bool:
-        """Whether work submitted to `stream` from now on comes after all of that work."""
-        return not self.slots or self._is_of(stream) or self.passed() or self._is_of(stream)
-
-    def _is_of(self, stream: Any) -> bool:
-        """Whether no other stream has anything to do with it: to ask the device costs more."""
-        slots = self.slots  # another thread may find meanwhile that work has finished
-        if self.driver is None or slots.bit_count() != 1:
-            return False
-        return bool(self.driver.slot_handles[slots.bit_length() - 1] == handle_of(stream))
-
     def order(self, stream: Any) -> None:
         """Makes work submitted to `stream` from now on come after all of that work; the host does not wait."""
-        if self.driver and not self.passed_for(stream):
+        if self.driver and not self.passed():
             _scratch, at = new_scratch()
             status = entries.order(self.driver.address, self.slots, self.tick, handle_of(stream), at)
             if status:

@@ -111,6 +111,13 @@ def put(driver: int, slot: int, tick: int, scratch: int) -> int:
     return status
 
 
+@inner
+def wait_event(driver: int, stream: int, slot: int, tick: int) -> int:
+    """Makes later work on a stream wait for a slot's work up to a tick. Returns a status. It needs the context."""
+    d, place = view(driver, 1, DRIVER)[0], event_for(driver, slot, tick)
+    return call(d.wait, (stream, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0)) if place >= 0 else 0
+
+
 @entry
 def record(driver: int, streams: int, count: int, current: int, scratch: int) -> int:
     """Records an event on each of `count` streams, behind all work that was submitted to them so far. The words at
@@ -160,16 +167,12 @@ def pending(driver: int, slots: int, tick: int, scratch: int) -> int:
 @entry
 def order(driver: int, slots: int, tick: int, stream: int, scratch: int) -> int:
     """Makes work that is submitted to a stream from now on wait for a fence; the host goes on. Returns a status."""
-    d = view(driver, 1, DRIVER)[0]
     status = enter(driver, scratch)
     if status:
         return status
-    events = view(d.events_at, (SLOTS, EVENTS), np.int64)
     for slot in range(SLOTS):
         if slots >> slot & 1 and status == 0:
-            place = event_for(driver, slot, tick)
-            if place >= 0:
-                status = call(d.wait, (stream, events[slot, place], 0))
+            status = wait_event(driver, stream, slot, tick)
     leave(driver, scratch)
     return status
 

@@ -62,8 +62,8 @@ VACANT = -1
 
 OUT_OF_MEMORY, NOT_READY, CAPTURED_IMPLICITLY = 2, 600, 906
 """Statuses of the CUDA driver's that compiled code knows; other memory systems use the same."""
-FORKED, NO_MAPPINGS = -1, -2
-"""Statuses of ours: the driver is the parent's; the process may not have more mappings."""
+FORKED = -1
+"""A status of ours: the driver is the parent's."""
 
 STATUS, CELL, MODE, TIME = 0, 1, 2, 3
 """Words of a scratch of the caller's: a status, what a function writes, a capture mode, a `timespec`."""

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from numbers import Real
-from operator import index
-from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, BudgetError, LayoutError
+from ..layout import as_index
 from .chain import Link
 from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored
 from .naming import Name, told_names
@@ -87,7 +87,7 @@ class EventLog:
             LayoutError: `block_size` is not positive.
             BudgetError: `max_events` is not positive.
         """
-        self.block_size, self.max_events = _whole("block_size", block_size), _whole("max_events", max_events)
+        self.block_size, self.max_events = as_index("block_size", block_size), as_index("max_events", max_events)
         if self.block_size < 1:
             raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
         if self.max_events < 1:
@@ -98,8 +98,7 @@ class EventLog:
         _logs.add(self)
 
     def _reset(self) -> None:
-        """Empties the log. A forked child does, since the events are its parent's, and a thread that it does not have
-        may hold the lock."""
+        """Empties the log. A forked child has no events, and a thread that it does not have may hold the lock."""
         self._lock = threading.RLock()  # a signal handler may read in the middle of a read
         self._source: Source | None = None
         self._ready: list[Event] = []
@@ -152,15 +151,14 @@ class EventLog:
             The events; none after the timeout, or if the log is closed and nothing is left.
 
         Raises:
-            ArgumentError: `timeout` is not a time, or `most` not a whole number.
-            BudgetError: `most` is not positive.
+            ArgumentError, BudgetError: `timeout` is not a time, or `most` not a positive whole number.
         """
         if not (timeout is None or (isinstance(timeout, Real) and 0 <= timeout <= threading.TIMEOUT_MAX)):
             raise ArgumentError(
                 f"got timeout={timeout!r}; give a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None to "
                 "wait for ever"
             )
-        if most is not None and _whole("most", most) < 1:
+        if most is not None and as_index("most", most) < 1:
             raise BudgetError(f"got most={most}; ask for one event or more, or for all by None")
         end = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -257,13 +255,6 @@ class EventLog:
                 del self._counts[block]
                 gone.append(block)
         return tuple(gone)
-
-
-def _whole(name: str, value: object) -> int:
-    """A whole number. Raises `ArgumentError` where it is none."""
-    if not isinstance(value, SupportsIndex):
-        raise ArgumentError(f"got {name}={value!r}; it must be a whole number")
-    return index(value)
 
 
 def check_ids(ids: NDArray[Any]) -> None:

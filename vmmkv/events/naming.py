@@ -25,12 +25,7 @@ MAX_BITS = 128
 def name_of(kind: str, value: object) -> Name:
     """Returns a salt, an adapter or a tenant, named by `kind` in errors, as a plain value: text, bytes, a whole number
     (also of a subclass, such as an enumeration), or None. Values of different types are never equal: Python's
-    `1 == True == 1.0` would let sequences share what is to be kept apart.
-
-    Raises:
-        ArgumentError: it is something else, `bool` included; text that UTF-8 cannot encode; or a number of more than
-            128 bits.
-    """
+    `1 == True == 1.0` would let sequences share what is to be kept apart."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -56,12 +51,7 @@ def name_of(kind: str, value: object) -> Name:
 
 
 def told_names(salt: object, adapter: object, tenant: object) -> Names:
-    """Returns salt, adapter and tenant as plain values that routers can be told of.
-
-    Raises:
-        ArgumentError: the salt is not text, the adapter neither text nor a number from 0 to 2**63 - 1, or the tenant
-            neither text nor a number.
-    """
+    """Returns salt, adapter and tenant as plain values that routers can be told of."""
     salt, adapter, tenant = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
     if (
         not isinstance(salt, str | None)
@@ -82,9 +72,6 @@ def salt_of(salt: str | None, tenant: str | int | None = None) -> str | None:
 
     With a tenant it is JSON, `["tenant", "salt"]` or `["tenant", null]`. Without one it is the salt itself; if that
     begins with `[`, as such JSON does, `[null, "salt"]`. So different names stay different.
-
-    Raises:
-        ArgumentError: routers cannot be told of such a salt or tenant.
     """
     salt, _, tenant = told_names(salt, None, tenant)
     if tenant is None and not (salt or "").startswith("["):

@@ -12,9 +12,10 @@ on `PreTrainedModel.get_correct_attn_implementation`, which asks for the attenti
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
@@ -25,12 +26,10 @@ from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
 from ..kernels.compiler import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
-from .masks import make_mask, warn
+from .masks import NAME as NAME
+from .masks import Spans, make_mask, warn
 from .row_writes import even_cu_seqlens
-from .scaled_states import ScaledStates
-from .spans import NAME as NAME
-from .spans import Spans
-from .whole_rows import WholeRows
+from .states import ScaledStates, WholeRows
 
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""
@@ -54,31 +53,16 @@ COMPUTES_ITSELF = frozenset({
 logger = logging.get_logger(__name__)
 
 
-class Asked(NamedTuple):
-    """The arguments of `attend`, without its mask."""
-
-    module: torch.nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    dropout: float
-    scaling: float | None
-    instructions: dict[str, Any]
-    """The keywords that say something beside the mask."""
-    kwargs: dict[str, Any]
-    """All keywords."""
-
-
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The function that transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and
     `value` `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no
     mask, which a causal module may give for a single query only. `scaling` is of the scores; None is
@@ -88,52 +72,46 @@ def attend(
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
 
     Raises:
-        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention; or a mask
-            for other tokens than there are.
+        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention; or kernels
+            cannot do what is asked for, and nothing else can read K and V, which are those of a `VmmCache` made with
+            `compile=True`.
     """
     rows = key if isinstance(key, WholeRows) else None
-    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
-    instructions = {
-        name: told for name, told in kwargs.items() if not (told is None or told is False or name in IGNORED)
-    }
+    told = {name: given for name, given in kwargs.items() if not (given is None or given is False or name in IGNORED)}
     spans = attention_mask if isinstance(attention_mask, Spans) else None
-    if spans is not None and rows is not None and rows.window and not 0 < spans.window <= rows.window:
-        raise UnsupportedAttentionError(
-            f"got a mask with a window of {spans.window or 'all tokens'} for a layer that keeps {rows.window}: "
-            f"{type(module).__name__} needs a VmmCache made without compile=True"
-        )
-    asked = Asked(module, query, key, value, dropout, scaling, instructions, kwargs)
-    lacking = _lacking(asked)
+    lacking = _lacking(query, key, value, dropout, scaling, told)
     if spans is not None and not lacking:
-        lacking = _differing(spans, asked)
+        lacking = _differing(spans, query, key, kwargs.get("sliding_window"), rows.window if rows is not None else None)
+    if spans is not None and not lacking:
+        return _attend_with_kernels(query, key, value, scaling, told, spans), None
+    if rows is not None:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} asks for {lacking or 'a mask that kernels do not know'}, and nothing else can "
+            "read whole rows; it needs a VmmCache made without compile=True"
+        )
     if lacking:
         warn(lacking)
-    elif spans is not None:
-        return _attend_with_kernels(asked, spans)
-    mask = _as_bias(attention_mask, query.dtype)
-    if rows is not None:
-        seen = _seen_tokens(mask, rows, query.shape[2])
-        mask, asked = _of_seen(mask, seen), asked._replace(key=key[:, :, seen], value=value[:, :, seen])
-        if "position_bias" in instructions:
-            instructions["position_bias"] = _of_seen(instructions["position_bias"], seen)
-    return _attend_without_kernels(asked, mask)
+    return _attend_without_kernels(
+        module, query, key, value, _as_bias(attention_mask, query.dtype), dropout, scaling, told, kwargs
+    )
 
 
-def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
+def kernels_take(key: Tensor, value: Tensor) -> bool:
     """Whether there are kernels for K and V like these."""
     head_dim = key.shape[-1]
     device_fits = key.is_cuda or SIMULATED
     return bool(device_fits and key.dtype in ATTENTION_DTYPES and head_dim in HEAD_DIMS and head_dim == value.shape[-1])
 
 
-def shown(key: torch.Tensor, value: torch.Tensor) -> str:
+def shown(key: Tensor, value: Tensor) -> str:
     """The properties of K and V that kernels ask for, in words."""
     return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
 
 
-def _lacking(asked: Asked) -> str | None:
+def _lacking(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, told: dict[str, Any]
+) -> str | None:
     """The first thing asked for that the kernels cannot do; None if they can do all of it."""
-    _, query, key, value, dropout, scaling, instructions, _ = asked
     if not kernels_take(key, value):
         return shown(key, value)
     if query.dtype != key.dtype:
@@ -144,22 +122,24 @@ def _lacking(asked: Asked) -> str | None:
         return "dropout"
     if not _is_plain(scaling) or (scaling is not None and not scaling > 0):
         return "scales that are not positive numbers"
-    softcap, sinks = instructions.get("softcap"), instructions.get("s_aux")
+    softcap, sinks = told.get("softcap"), told.get("s_aux")
     if softcap is not None and not (_is_plain(softcap) and softcap > 0):
         return "soft caps that are not positive numbers"
     if sinks is not None and sinks.shape != query.shape[1:2]:
         return "sinks that are not one number for each head"
-    others = [name for name in instructions if name not in ("softcap", "s_aux")]
+    others = [name for name in told if name not in ("softcap", "s_aux")]
     return f"the keyword {', '.join(others)}" if others else None
 
 
-def _differing(spans: Spans, asked: Asked) -> str | None:
-    """What the mask says otherwise than the module that it is given to; None if they agree."""
-    query, window = asked.query, asked.kwargs.get("sliding_window")
-    if spans.shape != (query.shape[0], 1, query.shape[2], asked.key.shape[2]):
+def _differing(spans: Spans, query: Tensor, key: Tensor, window: int | None, kept: int | None) -> str | None:
+    """What the mask says otherwise than the module that it is given to, whose layer keeps `kept` tokens; None if they
+    agree."""
+    if spans.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
         return "masks of another shape than queries and keys"
     if window is not None and window != spans.window:
         return f"a window of {window} with a mask whose window is {spans.window or 'all tokens'}"
+    if kept and not 0 < spans.window <= kept:
+        return f"a mask with a window of {spans.window or 'all tokens'} for a layer that keeps {kept}"
     return None
 
 
@@ -167,11 +147,14 @@ def _is_plain(number: object) -> bool:
     return number is None or isinstance(number, int | float)
 
 
-def _attend_with_kernels(asked: Asked, spans: Spans) -> tuple[torch.Tensor, None]:
-    _, query, key, value, _, scaling, instructions, _ = asked
-    sinks = instructions.get("s_aux")
+def _attend_with_kernels(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, told: dict[str, Any], spans: Spans
+) -> Tensor:
+    # Not before nothing is refused any more: a traceback that shows whole rows would read where no memory is.
+    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
+    sinks = told.get("s_aux")
     batch_size, num_heads, q_length, head_dim = query.shape
-    scales: dict[str, torch.Tensor] = {}
+    scales: dict[str, Tensor] = {}
     if isinstance(key, ScaledStates) and isinstance(value, ScaledStates):
         scales = {"k_scales": key.scales.transpose(1, 2), "v_scales": value.scales.transpose(1, 2)}
         key, value = key.numbers, value.numbers
@@ -181,19 +164,28 @@ def _attend_with_kernels(asked: Asked, spans: Spans) -> tuple[torch.Tensor, None
         "sinks": None if sinks is None else sinks.float().contiguous(),
         "scale": scaling,
         "window": spans.window,
-        "softcap": instructions.get("softcap", 0.0),
+        "softcap": told.get("softcap", 0.0),
         **scales,
     }
     if q_length <= MAX_QUERIES:
-        return decode(q, k, v, spans.end, **options), None
+        return cast(Tensor, decode(q, k, v, spans.end, **options))
     cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
-    output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, spans.end, **options)
-    return output.view(batch_size, q_length, num_heads, head_dim), None
+    output: Tensor = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, spans.end, **options)
+    return output.view(batch_size, q_length, num_heads, head_dim)
 
 
-def _attend_without_kernels(asked: Asked, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _attend_without_kernels(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    told: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
     """SDPA, or, with what SDPA does not know, the model's own eager attention."""
-    module, query, key, value, dropout, scaling, instructions, kwargs = asked
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     if mask is None and query.shape[2] > 1 and is_causal:
@@ -202,19 +194,18 @@ def _attend_without_kernels(asked: Asked, mask: torch.Tensor | None) -> tuple[to
             f'attn_implementation="{NAME}" cannot know which tokens each sees. Load the model with '
             'attn_implementation="eager" or "sdpa"; VmmCache works with them, too'
         )
-    bias = instructions.get("position_bias")
-    if not instructions.keys() - {"position_bias"} and _is_plain(scaling):
+    bias = told.get("position_bias")
+    if not told.keys() - {"position_bias"} and _is_plain(scaling):
         mask = bias if mask is None else mask if bias is None else mask + bias
         output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False)
         return output, None
-    eager = _eager_attention(module, instructions)
-    more = kwargs if bias is None else kwargs | {"position_bias": bias}
+    eager = _eager_attention(module, told)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)
+    output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     return output, weights
 
 
-def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The mask that is added to scores, in their dtype, for spans, a mask of bool, or one that is added already."""
     if mask is None:
         return None
@@ -224,35 +215,6 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
     return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
-
-
-def _of_seen(bias: torch.Tensor | None, seen: slice) -> torch.Tensor:
-    """The part for some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
-    assert bias is not None
-    return bias[..., seen].clone(memory_format=torch.contiguous_format)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks the device for lengths
-def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> slice:
-    """The tokens of whole rows from the first that any query sees, by a mask that is added to scores, to the last.
-
-    Raises:
-        UnsupportedAttentionError: that is not known, or there is no memory for them.
-    """
-    if mask is None or mask.shape[-1] != rows.shape[2]:
-        raise UnsupportedAttentionError(
-            f"got {'no mask' if mask is None else f'a mask {list(mask.shape)}'} for K and V in whole rows of "
-            f"{rows.shape[2]} tokens: get_mask_sizes({q_length}, ...) has asked a VmmCache made with compile=True for "
-            "them. Give a mask of that many tokens, which hides those that are not there, or do not ask"
-        )
-    seen = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero().flatten().tolist()
-    live = rows.live(q_length)
-    if seen and not (seen[0] in live and seen[-1] in live):
-        raise UnsupportedAttentionError(
-            f"got a mask whose queries see tokens from {seen[0]} to {seen[-1]}; the cache holds those from "
-            f"{live.start} to {live.stop - 1} for them. A mask of whole rows hides all others"
-        )
-    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
 
 
 def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:
@@ -270,9 +232,6 @@ def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> A
         f'attn_implementation="{NAME}" does not know all of it, nor does an eager attention of its own. Load the model '
         'with attn_implementation="eager"; VmmCache works with that, too'
     )
-
-
-# ---------------------------------------------------------------------- registration
 
 
 def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:

@@ -5,34 +5,72 @@ batch may have belong to it for good. A fork lies in other rows of the same `KVC
 `shared_end` on lie in pages that can be written.
 
 Methods raise what the methods of `KVCache` raise that they call. Nothing has changed then, unless the driver failed in
-`reorder` or `share_equal_rows`: these, and all that is interrupted, may leave rows half changed, and only `clear` is
-safe.
+`reorder`: that, and all that is interrupted, may leave rows half changed, and only `clear` is safe.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from ..arguments import check_length, check_size
+from ..budget import parse_bytes
 from ..cache import KVCache
 from ..core.addresses import ADDRESS_LIMIT
-from ..errors import DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, ReleasedTokensError, VmmkvError
+from ..errors import (
+    DeviceError,
+    DriverOutOfMemoryError,
+    OutOfPagesError,
+    OutOfRowsError,
+    ReleasedTokensError,
+    VmmkvError,
+)
 from ..layout import KVLayout
-from ..pool import FramePool
+from ..pool import FramePool, check_pool_alone
 from ..sequence import Sequence
 from .row_writes import RowWriter
-from .scaled_states import check_quantizable, write_quantized
+from .states import check_quantizable, write_quantized
 
-MAX_BATCHES = 8
-"""Batches that share the rows of a `KVCache`, and with them pages."""
-MAX_ADDRESSES = ADDRESS_LIMIT // 8
-"""Bytes of addresses that all of them take together, unless one alone takes more."""
+MAX_BATCHES = 8  # batches that share the rows of a `KVCache`, and with them pages
+MAX_ADDRESSES = ADDRESS_LIMIT // 8  # bytes of addresses that all of them take together, unless one alone takes more
+
+
+class Pools:
+    """A pool for each device: the one that was given, or pools that live as long as something lies on them."""
+
+    def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
+        check_pool_alone(given, max_bytes=max_bytes, page_size=page_size)
+        if max_bytes is not None:
+            parse_bytes(max_bytes, free=0)
+        self._max_bytes, self._given = max_bytes, given
+        self._page_size = None if page_size is None else check_size("page_size", page_size)
+        self._made: weakref.WeakValueDictionary[torch.device, FramePool] = weakref.WeakValueDictionary()
+
+    def on(self, device: torch.device) -> FramePool:
+        """The pool of a device; raises `DeviceError` where the given one is on another."""
+        if self._given is not None:
+            if device != self._given.device:
+                raise DeviceError(
+                    f"got K and V on {device}; the pool of this cache is on {self._given.device}. Make a pool there, "
+                    "or, for a model on several devices, the cache without one"
+                )
+            return self._given
+        pool = self._made.get(device)
+        if pool is None:
+            limit = "80%" if self._max_bytes is None else self._max_bytes
+            self._made[device] = pool = FramePool(limit, device=device, page_size=self._page_size)
+        return pool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same pools: a copy of a cache shares pages."""
+        return self
 
 
 class Shape(NamedTuple):
@@ -43,27 +81,19 @@ class Shape(NamedTuple):
     v_head_dim: int
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+    def of(cls, keys: Tensor, values: Tensor) -> Shape:
         return cls(keys.shape[1], keys.shape[3], values.shape[3])
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch can grow to.
-
-    Attributes:
-        max_seq_len: tokens of a row. Virtual addresses only.
-        max_batch_size: rows, likewise.
-        lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
-        large_frames: also as in `KVCache`.
-        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-    """
+    """What a batch can grow to."""
 
     max_seq_len: int
     max_batch_size: int
-    lookahead: int | None = None
+    lookahead: int | None = None  # this and the next as in `KVCache`
     large_frames: bool = True
-    kv_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None  # the 8-bit format that K and V are kept in, with scales; None: their own dtype
 
     def __post_init__(self) -> None:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
@@ -85,8 +115,7 @@ class Limits:
         return layout
 
 
-Where = tuple[slice, slice, slice]
-"""Rows, heads, and positions in rows."""
+Where = tuple[slice, slice, slice]  # rows, heads, and positions in rows
 
 
 class Batch:
@@ -198,13 +227,10 @@ class Batch:
     # ------------------------------------------------------------------ sharing
 
     def reorder(self, indices: list[int], share: bool, anew: bool = False) -> None:
-        """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer.
-
-        Args:
-            share: whether they may share pages. If not, no row shares any afterwards.
-            anew: have sequences that change share all full pages with what they become, instead of copies of the tokens
-                that they do not share yet. Without memory rows are half changed then.
-        """
+        """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer. They
+        `share` pages, or no row shares any afterwards. With `anew` sequences that change share all full pages with what
+        they become, instead of copies of the tokens that they do not share yet; without memory rows are half changed
+        then."""
         rows = max(len(indices), self.rows)
         self._check_rows(rows)
         self.shared_end = self.end
@@ -228,30 +254,6 @@ class Batch:
         except (OutOfPagesError, DriverOutOfMemoryError):
             self.kv_cache.extend(pair[1:], self.end - self.origin, starts=[self.first - self.origin])
             self.kv_cache.reorder(pair, [0, 0])
-
-    def share_equal_rows(self, held: dict[int, tuple[int, int]]) -> None:
-        """Has neighbouring rows that hold the same bytes share full pages; `generate` repeats a prompt for each beam.
-
-        Args:
-            held: the tokens `[first, end)` that each layer holds, by its number. K of the last token of the last layer
-                is compared first.
-        """
-        last, (_, end) = next(reversed(held.items()))
-        newest = _bits(self.view(last, self.where(self.rows, end - 1, end))[0])
-        source = 0
-        for row, looks_alike in enumerate((newest[1:] == newest[:-1]).flatten(1).all(1).tolist(), start=1):
-            if looks_alike and self._are_equal(held, source, row):
-                self.shared_end = self.end
-                self._fork_row(row, source)
-            else:
-                source = row
-
-    def _are_equal(self, held: dict[int, tuple[int, int]], row: int, other: int) -> bool:
-        return all(
-            torch.equal(_bits(states[row]), _bits(states[other]))
-            for layer, (first, end) in held.items()
-            for states in self.view(layer, self.where(self.rows, first, end))
-        )
 
     def fork(self) -> Batch | None:
         """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it."""
@@ -293,7 +295,7 @@ class Batch:
         """The place of the tokens `[first, end)` of rows `[0, rows)`."""
         return slice(rows), slice(None), slice(first - self.origin, end - self.origin)
 
-    def whole_rows(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def whole_rows(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """K and V of rows `[0, rows)` from position 0 to their end, `[rows, max_seq_len, num_kv_heads, head_dim]`.
 
         They are views of one tensor, made where they are used: a compiler would copy what a graph mutates through views
@@ -303,14 +305,12 @@ class Batch:
         flat = self.ranges[index]
         return flat.as_strided((rows, *k_shape), *k_place), flat.as_strided((rows, *v_shape), *v_place)
 
-    def view(self, layer: int, where: Where) -> list[torch.Tensor]:
+    def view(self, layer: int, where: Where) -> list[Tensor]:
         """Views of K and V, `[rows, num_kv_heads, tokens, head_dim]`, and of the scales of each, `[rows, num_kv_heads,
         tokens]`, if there are scales."""
         return list(map(itemgetter(where), self._parts[layer]))
 
-    def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, new: Where, attended: Where
-    ) -> list[torch.Tensor]:
+    def append(self, layer: int, keys: Tensor, values: Tensor, new: Where, attended: Where) -> list[Tensor]:
         """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, where there is room; returns a view, as `view`."""
         parts, position = self._parts[layer], new[2].start
         if self._writers and position != self._starts_at:  # once for all layers of a forward pass
@@ -324,8 +324,3 @@ class Batch:
         else:
             parts[0][new], parts[1][new] = keys, values
         return list(map(itemgetter(attended), parts))
-
-
-def _bits(states: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers: a NaN equals itself then, and 0 is not -0."""
-    return states.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[states.itemsize])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -20,37 +20,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ..errors import LayoutError
 
-TOKENS = 3
-"""Of the forward pass: fewer than any attention window has."""
-
+TOKENS = 3  # of the forward pass: fewer than any attention window has
 KNOWN_LAYERS = {
     "DummyLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
 }  # fmt: skip
 """Cache layers in which nothing but K and V grows with the tokens. Others keep the keys of an indexer, or compress."""
-
 KINDS: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 """Classes of models by the classes of their configs: first those of language models."""
 
 
-class LayerStates(NamedTuple):
-    """The K and V that one layer keeps of a token."""
-
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-
-
-def cached_states(config: Mapping[str, Any] | object) -> list[LayerStates] | None:
-    """The K and V of the layers that keep any, in their order; None for a model that transformers does not have.
-
-    Args:
-        config: the content of a `config.json`, or a transformers config.
-
-    Raises:
-        LayoutError: transformers refuses the config, the model does not run without weights, or its layers keep
-            something else than K and V for each token, or nothing.
-    """
+def cached_states(config: Mapping[str, Any] | object) -> list[tuple[int, int, int]] | None:
+    """KV heads, and the widths of K and V, of the layers that keep any, in their order; None for a model that
+    transformers does not have. `config` is the content of a `config.json`, or a transformers config."""
     model_type = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     kind = f"{model_type} of transformers {transformers.__version__}"
     try:
@@ -121,7 +103,7 @@ def _run(model_class: Any, config: PreTrainedConfig) -> list[Any]:
     return cache.layers if cache else []
 
 
-def _states(layer: Any, kind: str) -> LayerStates:
+def _states(layer: Any, kind: str) -> tuple[int, int, int]:
     k, v = layer.keys, layer.values
     like = (1, k.shape[1], TOKENS, torch.bfloat16)
     for states in (k, v):
@@ -130,4 +112,4 @@ def _states(layer: Any, kind: str) -> LayerStates:
             raise LayoutError(
                 f"a layer of {kind} keeps {shapes} of {TOKENS} tokens, which is not a head's K and V each"
             )
-    return LayerStates(k.shape[1], k.shape[3], v.shape[3])
+    return k.shape[1], k.shape[3], v.shape[3]

@@ -16,16 +16,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..arguments import check_size
+from ..budget import parse_bytes
 from ..errors import ArgumentError, UnsupportedError
 from ..layout import kv_dtype_from_name
-from ..pool import FramePool
+from ..pool import FramePool, check_pool_alone
 from .attention import can_attend
 from .batching import check_version
 from .batching.attention import NAME as NAME
+from .batching.config import check_positions
 from .batching.groups import Options, not_for_rows
 from .batching.model import managers_of, put_on_rows, take_off_rows
-from .pools import check_memory
-from .request_checks import check_positions
 
 
 def enable(
@@ -41,11 +41,11 @@ def enable(
 ) -> None:
     """Have a model's continuous batching keep K and V in rows, from the next manager on.
 
-    Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` is allocated only when
-    sequences move there, and `allow_block_sharing` shares pages. `page_size` times `num_blocks` is a budget in tokens,
-    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. `safety_margin` is 0.05 by default
-    with the "fifo" scheduler. Compiled passes are refused that capture graphs of their own, must be one graph
-    (`fullgraph=True`), or run on several devices.
+    Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` holds prefixes that memory
+    has no room for, also of requests that begin anew; `allow_block_sharing` shares pages; `page_size` times
+    `num_blocks` is a budget in tokens, which `max_bytes` overrides; `max_memory_percent` is of the memory that is free;
+    `safety_margin` is 0.05 by default with the "fifo" scheduler. Compiled passes are refused that capture graphs of
+    their own, must be one graph (`fullgraph=True`), or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window; also inside a model of PEFT.
@@ -67,15 +67,17 @@ def enable(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
         ArgumentError: the model is no `PreTrainedModel`, `max_seq_len` is missing or no number, `idle_seconds` is
-            negative or no number, or `max_bytes` is given with a pool; or the pool is not a `FramePool`, or is a
-            cache's own.
+            negative or no number; or the pool is not a `FramePool`, or is a cache's own.
+        ValueError: `max_bytes` is given with a pool.
         BudgetError, LayoutError: a number is out of range.
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
     check_version()
     model = _inside(model)
     _check_model(model)
-    check_memory(pool, max_bytes=max_bytes)
+    check_pool_alone(pool, max_bytes=max_bytes)
+    if max_bytes is not None:
+        parse_bytes(max_bytes, free=0)
     if not (isinstance(idle_seconds, Real) and idle_seconds >= 0):
         raise ArgumentError(f"got idle_seconds={idle_seconds!r}; it must be 0 or more, or infinity for never")
     if max_seq_len is None:
@@ -103,13 +105,11 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
     one that sleeps alone has an error after `cpu_group_timeout`.
 
     Args:
-        model: a model on rows.
-        offload: running requests move to host memory (`cpu_offload_space` of the `ContinuousBatchingConfig`), and go on
-            at `wake`. Otherwise none may run.
+        offload: running requests give their memory back, too, and are computed anew at `wake`, from the tokens that
+            they have. Otherwise none may run.
 
     Raises:
-        BusyError: requests run, and they are not to move.
-        OutOfHostMemoryError: host memory has no room for all requests. They go on.
+        BusyError: requests run, without `offload`.
     """
     with ExitStack() as undo:
         freed = 0
@@ -128,12 +128,7 @@ def wake(model: PreTrainedModel) -> None:
 
 
 class Rollouts:
-    """`sleep` and `wake` under verl's names, for trainers that call them on an object.
-
-    Args:
-        model: a model on rows.
-        offload: as in `sleep`.
-    """
+    """`sleep` and `wake` of a model on rows under verl's names, for trainers that call them on an object."""
 
     def __init__(self, model: PreTrainedModel, *, offload: bool = False) -> None:
         self._model, self._offload = model, offload
@@ -161,8 +156,7 @@ def _inside(model: Any) -> Any:
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedError` if rows cannot serve a model's attention or distribution, `ArgumentError` if it is no
-    `PreTrainedModel`."""
+    """Raise an error if rows cannot serve a model's attention or distribution."""
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(
             f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"

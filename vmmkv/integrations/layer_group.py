@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..errors import (
@@ -21,34 +22,24 @@ from ..errors import (
     OutOfRowsError,
     ShapeError,
     StreamCaptureError,
+    UnsupportedError,
     VmmkvError,
 )
-from .batch import Batch, Limits, Shape, Where
+from .batch import Batch, Limits, Pools, Shape, Where
+from .masks import NAME, attention_of
 from .passes import Append, Extent, Passes, Step, check_autograd, check_batch, check_kv, common_dtype, unfinished
-from .pools import Pools
-from .scaled_states import ScaledStates
-from .spans import NAME, attention_of
+from .states import ScaledStates
 
 NO_ROOM = OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError, StreamCaptureError
 """Errors after which a batch is as before, also if it was about to share pages or to take another order."""
 
-_SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-"""Dtypes that torch does not unpickle, and the dtypes that they are pickled as."""
-
 
 class LayerGroup:
-    """Layers that share token records. Nothing is reserved before the first write.
+    """Layers that share token records, of which a window is None if they attend to all tokens. Nothing is reserved
+    before the first write. `config` is that of a model whose K and V are kept in 8 bits: it says which attention reads
+    them."""
 
-    Args:
-        limits: what the group's batch can grow to.
-        pools: the memory for K and V.
-        passes: of the cache that the group is a part of.
-        window: tokens that a token attends to, itself included; None: all.
-        config: of a model whose K and V are kept in 8 bits: it says which attention reads them.
-    """
-
-    _append: Append | None = None
-    """A method that appends in the place of the batch's."""
+    _append: Append | None = None  # a method that appends in the place of the batch's
 
     def __init__(
         self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
@@ -59,15 +50,9 @@ class LayerGroup:
         self._reads_scaled = True
         self._extents: list[Extent] = []
         self.batch: Batch | None = None
-        self.states_dtype: torch.dtype | None = None
-        """Of K and V as attention reads them; None before the first."""
-        self.is_reordered = False
-        """Whether K and V were put into another order, and layers reorder only what they keep besides."""
+        self.states_dtype: torch.dtype | None = None  # of K and V as attention reads them; None before the first
         self._step: Step | None = None
-        self._is_shown = False
-        """Whether a user has views of K and V to write to."""
-        self._newest = 0
-        """Tokens of the last pass, if rows were not compared since."""
+        self._is_shown = False  # whether a user has views of K and V to write to
 
     @property
     def device(self) -> torch.device | None:
@@ -90,7 +75,7 @@ class LayerGroup:
         self._extents.append(Extent(layer_idx, len(self._extents), self.window))
         return self._extents[-1]
 
-    def learn(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> None:
+    def learn(self, extent: Extent, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         """Makes the layout fit a layer's K and V, which are kept in `dtype`. Layers still to come are taken to have the
         same shape; where one has not, or has a wider dtype, the tokens that are there move into another layout."""
         shape = Shape.of(keys, values)
@@ -123,18 +108,9 @@ class LayerGroup:
 
     # ------------------------------------------------------------------ forward passes
 
-    def update(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, extent: Extent, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's next K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the tokens
-        that they attend to, `ScaledStates` where they are kept in 8 bits.
-
-        Raises:
-            AutogradError: autograd would record the write.
-            ShapeError, DtypeError, DeviceError: they are not like those before.
-            UnfinishedPassError: as in `Passes.check`.
-            StreamCaptureError: a CUDA graph is being captured.
-            OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
-                `Batch.reserve`. Nothing was written in any case.
-        """
+        that they attend to, `ScaledStates` where they are kept in 8 bits."""
         step, passes = self._step, self.passes
         looks = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
         if (
@@ -154,7 +130,7 @@ class LayerGroup:
         append = self._append or step.batch.append
         states = append(extent.index, new_keys, new_values, step.new, step.attended)
         # In one line, of which an interrupt leaves no half.
-        extent.rows, extent.first, extent.end, extent.newest, passes.last_layer = *step.after, extent.layer_idx
+        extent.rows, extent.first, extent.end, passes.last_layer = *step.after, extent.layer_idx
         if step.is_alone:
             return keys, values
         if len(states) > 2:
@@ -162,12 +138,12 @@ class LayerGroup:
             return (k, v) if self._reads_scaled else (k.dequantized(), v.dequantized())
         return states[0], states[1]
 
-    def _as_scaled(self, states: list[torch.Tensor]) -> tuple[ScaledStates, ScaledStates]:
+    def _as_scaled(self, states: list[Tensor]) -> tuple[ScaledStates, ScaledStates]:
         assert self.states_dtype is not None
         k, v, k_scales, v_scales = states
         return ScaledStates(k, k_scales, self.states_dtype), ScaledStates(v, v_scales, self.states_dtype)
 
-    def _open(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> Step:
+    def _open(self, extent: Extent, keys: Tensor, values: Tensor) -> Step:
         """Works out the step of a layer, and of those that are in the same state: checks, and makes room."""
         check_autograd(keys, values)
         self._accept(extent, keys, values)
@@ -182,7 +158,6 @@ class LayerGroup:
             self.passes.start_over()
         self.passes.before[tokens] = begin
         self._reads_scaled = self._config is not None and attention_of(self._config) == NAME
-        self._newest = max(tokens, self._newest)
         batch, visible = self._held(), extent.first_visible(begin)
         self._step = Step(
             self.passes.number,
@@ -193,7 +168,7 @@ class LayerGroup:
             batch,
             batch.where(rows, begin + skipped, end),
             batch.where(rows, max(visible, first), end),
-            (rows, first if extent.keeps_past else max(first, extent.first_visible(end)), end, tokens),
+            (rows, first if extent.keeps_past else max(first, extent.first_visible(end)), end),
         )
         return self._step
 
@@ -201,7 +176,7 @@ class LayerGroup:
         """Whether a prompt of so many tokens attends to nothing but itself, and only its last tokens are kept."""
         return self.window is not None and tokens >= self.window and not extent.keeps_past
 
-    def _accept(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _accept(self, extent: Extent, keys: Tensor, values: Tensor) -> None:
         """Learns what K and V look like, and refuses those that do not fit what is there."""
         check_kv(extent.layer_idx, keys, values)
         batch, shape = self.batch, Shape.of(keys, values)
@@ -228,13 +203,11 @@ class LayerGroup:
     def _make_room(self, rows: int, first: int, begin: int, end: int) -> None:
         """Makes rows `[0, rows)` hold the tokens `[first, end)`, of which those from `begin` on can be written."""
         batch = self._held()
-        if end > batch.end:
-            if self.is_captured:
-                raise StreamCaptureError(
-                    "each replay of a CUDA graph would write the same tokens again: make the cache with compile=True, "
-                    "and call reserve(seq_len) before the capture"
-                )
-            self.share_prompts()
+        if end > batch.end and self.is_captured:
+            raise StreamCaptureError(
+                "each replay of a CUDA graph would write the same tokens again: let generate capture passes of a cache "
+                "made with compile=True"
+            )
         with self.passes.changing(VmmkvError):
             if end > batch.end:
                 self.fit()  # the pass before this one was submitted as a whole: its windows may move on
@@ -261,28 +234,11 @@ class LayerGroup:
         """Makes sequence i what sequence `indices[i]` was, in all layers that hold tokens, behind `add_rows`."""
         held = [extent for extent in self._extents if extent.rows]
         if held:
-            share, rows = self._can_share(), held[0].rows
-            self._held().reorder(indices[:rows], share, anew=share and len(indices) > rows)
+            share, rows, batch = self._can_share(), held[0].rows, self._held()
+            batch.reorder(indices[:rows], share, anew=share and (len(indices) > rows or not batch.shared_end))
             for extent in held:
                 extent.rows = len(indices)
-        self.is_reordered, self._step = True, None
-
-    def select(self, extent: Extent, indices: torch.Tensor) -> None:
-        """Makes sequence i of one layer what its sequence `indices[i]` was, by way of a copy."""
-        if self.is_reordered or not extent.rows:
-            return
-        if not len(indices):
-            extent.clear()
-            return
-        batch, self._step = self._held(), None
-        chosen = [states.index_select(0, indices.to(states.device)) for states in self._view(extent)]
-        with self.passes.changing(*NO_ROOM):
-            batch.reserve(len(indices), extent.first, extent.end)
-            batch.unshare(extent.first)
-        with self.passes.changing():
-            extent.rows = len(indices)
-            for new, old in zip(self._view(extent), chosen):
-                new.copy_(old)
+        self._step = None
 
     def _are_alike(self) -> bool:
         """Whether all layers that hold tokens hold those of as many sequences."""
@@ -292,19 +248,7 @@ class LayerGroup:
         """Whether the next writes all come behind what rows hold, so that rows may share pages."""
         return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
 
-    def share_prompts(self) -> None:
-        """Has neighbouring rows that hold the same bytes share pages, after a pass of more than a page of tokens, and
-        before the next one: then all layers have written, and beams have been put into order."""
-        batch, newest, self._newest = self._held(), self._newest, 0
-        if batch.rows < 2 or newest <= batch.page_tokens:
-            return
-        with self.passes.changing():
-            self.fit()
-            held = {extent.index: (extent.first, extent.end) for extent in self._extents if extent.first < extent.end}
-            if held and self._are_alike() and self._can_share():
-                batch.share_equal_rows(held)
-
-    def show(self, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+    def show(self, extent: Extent) -> tuple[Tensor, Tensor]:
         """K and V of the tokens that a layer holds, to read and, unless they are `ScaledStates`, to write: rows share
         no pages until there are no tokens."""
         batch = self._held()
@@ -314,7 +258,7 @@ class LayerGroup:
         states = self._read(extent, batch.where(extent.rows, extent.first, extent.end + extent.written))
         return self._as_scaled(states) if self.is_scaled else (states[0], states[1])
 
-    def _read(self, extent: Extent, where: Where) -> list[torch.Tensor]:
+    def _read(self, extent: Extent, where: Where) -> list[Tensor]:
         return self._held().view(extent.index, where)
 
     def fit(self) -> None:
@@ -328,7 +272,7 @@ class LayerGroup:
         """Drops all tokens, also after a change that ended in the middle."""
         for extent in self._extents:
             extent.clear()
-        self._step, self._is_shown, self._newest = None, False, 0
+        self._step, self._is_shown = None, False
         if self.batch:
             self.batch.clear()
 
@@ -363,31 +307,5 @@ class LayerGroup:
             self.fit()
         return self.batch.fork() if self._can_share() else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
-        held = {
-            extent.index: [
-                states.clone().view(_SAVED_AS.get(states.dtype, states.dtype)) for states in self._view(extent)
-            ]
-            for extent in self._extents
-            if extent.rows
-        }
-        layout = self._held().kv_cache.layout if held else None
-        return vars(self) | {"batch": None, "_is_shown": False, "_step": None, "saved": (layout, held)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes up tokens on the device that they were loaded to."""
-        layout, held = state.pop("saved")
-        vars(self).update(state)
-        if held:
-            k, *_ = next(iter(held.values()))
-            self.batch = Batch.open(layout, self._limits, self._pools.on(k.device))
-            self.batch.reserve(*self._needed())
-            for index, saved in held.items():
-                for states, new in zip(self._view(self._extents[index]), saved):
-                    states.copy_(new.view(states.dtype))
-
-    def _view(self, extent: Extent) -> list[torch.Tensor]:
-        """Views of all that a layer holds, as `Batch.view`."""
-        batch = self._held()
-        return batch.view(extent.index, batch.where(extent.rows, extent.first, extent.end))
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError("a VmmCache cannot be pickled, since it is addresses; copy.deepcopy copies it")

@@ -1,85 +1,53 @@
 """The layers of a `VmmCache`: what transformers asks of a layer, on a layer group.
 
-To transformers a layer is a `DynamicLayer`, with or without a sliding window, on which layers that keep more than K and
-V can be put; but all that deals with K and V is defined anew. It depends on the names of these methods and attributes,
-and on layers that write once in each forward pass, in the order of their numbers.
+To transformers a layer is a `DynamicLayer`, but all that deals with K and V is defined anew. It depends on the names of
+these methods and attributes, on the kinds of layers that `DynamicCache` makes, and on layers that write once in each
+forward pass, in the order of their numbers.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import DynamicLayer
-
-from ..errors import (
-    ArgumentError,
-    AutogradError,
-    DeviceError,
-    DtypeError,
-    ReleasedTokensError,
-    ShapeError,
-    UnsupportedError,
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
+
+from ..errors import ArgumentError, ReleasedTokensError, UnsupportedError
 from .layer_group import LayerGroup
-
-
-def _states(index: int, name: str) -> Any:
-    """The property `keys` or `values` of a layer: see `VmmLayer`."""
-
-    def read(layer: VmmLayer) -> torch.Tensor | None:
-        return (layer.shown() or (None, None))[index]
-
-    def overwrite(layer: VmmLayer, states: torch.Tensor | None) -> None:
-        held = read(layer)
-        if not isinstance(states, torch.Tensor):
-            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
-        if held is None or states.shape != held.shape:
-            there = list(held.shape) if held is not None else "nothing"
-            raise ShapeError(
-                f"got {name} {list(states.shape)}; layer {layer.layer_idx} holds {there}, and an assignment writes "
-                "over what is there. crop(), reset() and batch_select_indices() change how much that is"
-            )
-        if states.dtype != held.dtype:
-            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
-        if states.device != held.device:
-            raise DeviceError(f"got {name} on {states.device}; layer {layer.layer_idx} is on {held.device}")
-        if torch.is_grad_enabled() and states.requires_grad:
-            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
-        held.copy_(states)
-
-    return property(read, overwrite)
 
 
 class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer of a `VmmCache`, which lies in the rows of `group`; number `layer_idx` of the model.
 
-    Attributes:
-        keys, values: K and V of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: views
-            of the rows, until the next crop, reorder or reset; None while it keeps none. An assignment writes there:
-            other states of the same shape, dtype and device. Since the views can be written to, pages that are shared
-            are copied first, and none are shared until the next reset. 8 bits are `ScaledStates`, and cannot be
-            written to.
+    `keys` and `values` are views of the tokens that it keeps, `[batch_size, num_kv_heads, tokens, head_dim]`, until the
+    next crop, reorder or reset; None while it keeps none. Since they can be written to, pages that are shared are
+    copied first, and none are shared until the next reset. 8 bits are `ScaledStates`, and cannot be written to.
     """
 
     is_compileable = False
     is_croppable = True
-    keys, values = _states(0, "K"), _states(1, "V")
 
     def __init__(self, group: LayerGroup, layer_idx: int) -> None:
         # DynamicLayer's own would set keys and values.
         self.layer_idx, self.is_sliding = layer_idx, group.window is not None
-        self.home: torch.device | None = None
-        """The device of the last K and V."""
+        self.home: torch.device | None = None  # the device of the last K and V
         self.join(group)
 
     def join(self, group: LayerGroup) -> None:
         """Becomes the last layer of a group; the one that it was in must have dropped it."""
         self.group, self._extent = group, group.add_layer(self.layer_idx)
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Learns the shapes of K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; writes nothing."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Learns the shapes of K and V; writes nothing."""
         self.group.learn(self._extent, key_states, value_states, key_states.dtype)
 
     @property
@@ -89,41 +57,39 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether it holds tokens."""
         return self._extent.rows > 0
 
     @property
     def dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        """Of K and V; None before the first."""
         return self.group.states_dtype
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
-        """Where K and V are; None before the first."""
         return self.group.device
 
-    def shown(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def shown(self) -> tuple[Any, Any]:
         """K and V that the user may write to."""
-        return self.group.show(self._extent) if self._extent.rows else None
+        return self.group.show(self._extent) if self._extent.rows else (None, None)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the tokens that they
-        attend to: of 8 bits what is kept, unless nothing was there before.
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        return self.shown()[0]  # type: ignore[no-any-return]
 
-        Raises:
-            VmmkvError: as in `LayerGroup.update`; nothing was written.
-        """
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.shown()[1]  # type: ignore[no-any-return]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `VmmCache.update`."""
         if torch.compiler.is_dynamo_compiling():
             return self._update_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
         return self.group.update(self._extent, key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
-    def _update_outside_graphs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update_outside_graphs(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self._update(keys, values)
 
-    def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.group.update(self._extent, keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -141,17 +107,15 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a token attends to, itself included; None: all."""
         return self.group.window
 
     @property
-    def _sliding_window_tensor(self) -> torch.Tensor | None:
+    def _sliding_window_tensor(self) -> Tensor | None:
         """The window as `DynamicCache(iter(cache))` looks for it."""
         return torch.tensor(self.group.window) if self.is_sliding else None
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
-        """Tokens so far, by the name that windows have for it."""
         return self.get_seq_length()
 
     @property
@@ -168,15 +132,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last tokens.
-
-        Args:
-            tokens_to_remove: minus their number, as transformers counts.
-
-        Raises:
-            ReleasedTokensError: the layer would need tokens that its window has left behind.
-            ArgumentError, ValueError: it is no whole number, or positive.
-        """
+        """Drops the last tokens: see `VmmCache.crop`."""
         end = self.length_after_crop(tokens_to_remove)
         self._extent.first, self._extent.end = self._extent.first_visible(end), end
         if not end:
@@ -204,23 +160,15 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._extent.clear()
         self.group.passes.start_over()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence i what sequence `beam_idx[i]` was; there may be more or fewer of them then."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Raises `UnsupportedError`, unless it holds no tokens: all layers of a cache hold the same sequences."""
         if self.rows:
-            self._select(beam_idx)
+            raise UnsupportedError("asked one layer for other sequences; ask its VmmCache, for all layers")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence, its copies side by side."""
-        if self.rows:
-            self._select(torch.arange(self.rows).repeat_interleave(repeats))
+    batch_repeat_interleave = batch_select_indices = reorder_cache  # type: ignore[assignment]
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences that `indices` names, or marks, and no others."""
-        if self.rows:
-            self._select(torch.arange(self.rows, device=indices.device)[indices])
-
-    def _select(self, indices: torch.Tensor) -> None:
-        self.group.select(self._extent, indices)
+    def reorder_states(self, indices: Tensor) -> None:
+        """Makes sequence i what sequence `indices[i]` was, in what the layer keeps beside K and V."""
 
     def offload(self) -> NoReturn:
         """Raises `UnsupportedError`: attention reads K and V where they are written."""
@@ -230,3 +178,55 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         )
 
     prefetch = offload
+
+
+class VmmHybridLayer(VmmLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call]
+    """A `VmmLayer` beside the states of linear attention, which transformers keeps."""
+
+    device: Any = None  # of the states, as transformers sets them; the group knows those of K and V
+    dtype: Any = None
+    is_croppable = LinearAttentionLayer.is_croppable
+
+    def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int) -> None:
+        VmmLayer.__init__(self, group, layer_idx)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Takes K and V by position, states by name."""
+        if args:
+            VmmLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        forget_states(self)
+        VmmLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        VmmLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        VmmLayer.reorder_cache(self, beam_idx)
+        self.reorder_states(beam_idx)
+
+    def reorder_states(self, indices: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
+
+
+def layer_on_rows(layer: Any, layer_idx: int, group: Callable[[int | None], LayerGroup]) -> VmmLayer | None:
+    """The layer on rows that takes the place of a layer of transformers; None for a kind that is not known. `group`
+    finds the group for layers of a window."""
+    kind, window = type(layer), getattr(layer, "sliding_window", None)  # exactly: a subclass may keep, or do, more
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+        return VmmLayer(group(window), layer_idx)
+    if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+        return VmmHybridLayer(group(window), layer_idx, layer.number_of_states)
+    return None
+
+
+def forget_states(layer: LinearAttentionLayer) -> None:
+    """Drops the states of linear attention; `LinearAttentionLayer.reset` would keep zeros for as many sequences."""
+    record_past = layer.record_past
+    LinearAttentionLayer.__init__(layer, layer.number_of_states)
+    layer.record_past = record_past

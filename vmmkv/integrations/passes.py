@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import AutogradError, DtypeError, ShapeError, UnfinishedPassError
 from ..layout import DTYPES
@@ -24,23 +25,15 @@ class Extent:
     """The tokens `[first, end)` of `rows` sequences that layer `layer_idx` of the model holds."""
 
     layer_idx: int
-    index: int
-    """The layer's number in its group."""
-    window: int | None
-    """Tokens that a token attends to, itself included; None: all."""
-    shape: Shape | None = None
-    """None before the first K and V."""
+    index: int  # the layer's number in its group
+    window: int | None  # tokens that a token attends to, itself included; None: all
+    shape: Shape | None = None  # None before the first K and V
     rows: int = 0
     first: int = 0
     end: int = 0
-    keeps_past: bool = False
-    """Whether `first` stays although the window has moved on."""
-    newest: int = 0
-    """Tokens that came last."""
-    expected: int = 0
-    """Tokens of a compiled pass that was announced, and may come or have ended in the middle."""
-    written: int = 0
-    """Tokens that a compiled pass has written behind `end`."""
+    keeps_past: bool = False  # whether `first` stays although the window has moved on
+    expected: int = 0  # tokens of a compiled pass that was announced, and may come or have ended in the middle
+    written: int = 0  # tokens that a compiled pass has written behind `end`
 
     def first_visible(self, length: int) -> int:
         """The first token that the one behind `length` others attends to."""
@@ -55,46 +48,35 @@ class Extent:
         self.rows = self.first = self.end = self.expected = self.written = 0
 
 
-Append = Callable[[int, torch.Tensor, torch.Tensor, Where, Where], list[torch.Tensor]]
+Append = Callable[[int, Tensor, Tensor, Where, Where], list[Tensor]]
 """Writes K and V of a layer, and returns those that they attend to; see `Batch.append`."""
 
 
 class Step(NamedTuple):
     """What the layers of a group do alike in a forward pass."""
 
-    number: int
-    """Of the pass."""
-    looks: tuple[object, ...]
-    """Shapes, dtypes and devices of K and V."""
-    held: tuple[object, ...]
-    """Of a layer before the pass: rows, first token, end and shape."""
-    skipped: int
-    """New tokens that the layer does not keep: those of a prompt in front of its window."""
-    is_alone: bool
-    """Whether the new tokens attend to the K and V that came, as they came."""
+    number: int  # of the pass
+    looks: tuple[object, ...]  # shapes, dtypes and devices of K and V
+    held: tuple[object, ...]  # of a layer before the pass: rows, first token, end and shape
+    skipped: int  # new tokens that the layer does not keep: those of a prompt in front of its window
+    is_alone: bool  # whether the new tokens attend to the K and V that came, as they came
     batch: Batch
     new: Where
     attended: Where
-    after: tuple[int, int, int, int]
-    """Of a layer after the pass: rows, first token, end, and the tokens that came."""
+    after: tuple[int, int, int]  # of a layer after the pass: rows, first token and end
 
 
 @dataclass
 class Passes:
     """The forward passes of a cache, over all of its layers."""
 
-    number: int = 0
-    """Of the pass."""
-    last_layer: int = -1
-    """The number of the layer that has written last in this pass; -1 before the first."""
-    is_broken: bool = False
-    """Whether a change of the batch has ended in the middle."""
+    number: int = 0  # of the pass
+    last_layer: int = -1  # the number of the layer that has written last in this pass; -1 before the first
+    is_broken: bool = False  # whether a change of the batch has ended in the middle
     before: dict[int, int] = field(default_factory=dict)
     """How long layers were before this pass, by the tokens that they got in it."""
-    extents: list[Extent] = field(default_factory=list)
-    """Of a cache made with `compile=True`: those of all layers."""
-    is_uncompiled: bool = False
-    """Of such a cache: whether a warning has said that nothing is compiled."""
+    extents: list[Extent] = field(default_factory=list)  # of a cache made with `compile=True`: those of all layers
+    is_uncompiled: bool = False  # of such a cache: whether a warning has said that nothing is compiled
 
     def start_over(self) -> None:
         """Has the next layer that writes begin a pass."""
@@ -128,16 +110,17 @@ def unfinished() -> UnfinishedPassError:
     )
 
 
-def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+def check_kv(layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+    shapes = [[*each.shape] if isinstance(each, Tensor) else type(each).__name__ for each in (keys, values)]
+    if not all(len(shape) == 4 and shape[:3] == shapes[0][:3] and isinstance(shape, list) for shape in shapes):
         raise ShapeError(
-            f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
+            f"got K {shapes[0]} and V {shapes[1]} for layer {layer_idx}; both are tensors "
             "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
         )
 
 
-def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
+def check_autograd(keys: Tensor, values: Tensor) -> None:
     """Raises `AutogradError` where autograd would record what is written."""
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         raise AutogradError(
@@ -155,7 +138,7 @@ def check_batch(extent: Extent, rows: int) -> None:
         )
 
 
-def common_dtype(keys: torch.Tensor, values: torch.Tensor, held: torch.dtype | None) -> torch.dtype:
+def common_dtype(keys: Tensor, values: Tensor, held: torch.dtype | None) -> torch.dtype:
     """The narrowest dtype that holds K, V and the dtype `held` exactly; raises `DtypeError` if there is none."""
     with suppress(RuntimeError):
         if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded

@@ -83,10 +83,9 @@ def write_rows(
     fits = (token < limit).all()
     if not (fits.is_cuda or fits):
         raise StreamCaptureError(
-            f"a forward pass that was compiled by hand would write up to token {int(token[-1])}; there is room for "
-            f"{int(limit)}: call cache.reserve(seq_len) with the length that sequences will reach"
+            f"a compiled forward pass would write up to token {int(token[-1])}; rows have {int(limit)}"
         )
-    torch._assert_async(fits, "there is no room for the tokens of this forward pass: cache.reserve(seq_len) makes it")
+    torch._assert_async(fits, "there is no room for the tokens of this forward pass")
     k_rows.index_copy_(1, token, keys.transpose(1, 2))
     v_rows.index_copy_(1, token, values.transpose(1, 2))
     lengths += keys.shape[2]

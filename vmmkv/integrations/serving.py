@@ -10,11 +10,13 @@ The server is transformers': this file replaces three names that `Serve` looks u
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
+import gc
 import json
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -30,7 +32,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
@@ -46,14 +48,15 @@ from transformers.cli.serving.utils import (
 )
 
 from ..budget import parse_bytes
-from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, BudgetError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
 from ..layout import kv_dtype_from_name
+from ..ledger import path_of
 from ..metrics import PoolCollector
+from ..pool import FramePool
 from ..publication import publish
 from .batching import check_version
-from .batching.sampling import sampling, sampling_manager
+from .batching.config import LEAST_TEMPERATURE, NOT_IN_BATCHES, give_each_its_temperature
 from .continuous_batching import enable
-from .request_checks import NOT_IN_BATCHES
 
 PER_REQUEST = {
     "max_new_tokens", "eos_token_id", "do_sample", "temperature", "top_k", "top_p",
@@ -62,10 +65,8 @@ PER_REQUEST = {
 """Settings of a `GenerationConfig` that may differ between requests of one batch; the last three mean nothing there."""
 NEUTRAL = NOT_IN_BATCHES | {"repetition_penalty": (1,)}
 """Values of other settings with which a batch does what it does anyway, also where the model has another."""
-END_SECONDS = 2
-"""How long connections may stay open behind the end of the batches, which take two seconds at most."""
-LEAVING: ContextVar[ExitStack] = ContextVar("LEAVING")
-"""What to do at the end of the HTTP request that runs."""
+END_SECONDS = 2  # how long connections may stay open behind the end of the batches, which take two seconds at most
+LEAVING: ContextVar[ExitStack] = ContextVar("LEAVING")  # what to do at the end of the HTTP request that runs
 
 
 def serve(
@@ -75,6 +76,8 @@ def serve(
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
+    pool: str | None = None,
+    reserved: float | str = 0,
 ) -> Serve:
     """Runs the server until it ends, and publishes its pools for `vmmkv top`.
 
@@ -88,6 +91,8 @@ def serve(
         max_seq_len: tokens of the longest request.
         idle_seconds: after so many seconds without a request memory goes back.
         kv_dtype: "fp8", "int8", or None, the model's.
+        pool: the name of a budget that processes share; `max_bytes` is its limit, where this process is the first.
+        reserved: with `pool`, bytes that this process can have at any time; see `FramePool`.
 
     Returns:
         transformers' server: at once if it was told to run in a thread, otherwise when it has ended.
@@ -95,23 +100,32 @@ def serve(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model that the server is started with
             cannot run on rows.
-        ArgumentError: the arguments forbid continuous batching, or transformers cannot load the model.
-        BudgetError: `max_bytes` is no number of bytes.
+        ArgumentError: the arguments forbid continuous batching, or transformers cannot load the model; or `pool` is no
+            name, or there is `reserved` without it.
+        BudgetError: `max_bytes` or `reserved` is no number of bytes, or what is reserved cannot be had.
         DtypeError: there is no such kv_dtype.
     """
     check_version()
     kv_dtype_from_name(kv_dtype)
     if max_bytes is not None:
         parse_bytes(max_bytes, free=0)
-    to_rows = functools.partial(
-        enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
-    )
+    parse_bytes(reserved, free=0)
+    how: dict[str, Any] = {"max_seq_len": max_seq_len, "idle_seconds": idle_seconds, "kv_dtype": kv_dtype}
+    make_pool = None
+    if pool is not None:
+        path_of(pool, "")  # checks the name
+        make_pool = functools.partial(FramePool, max_bytes or "80%", shared=pool, reserved=reserved)
+    elif reserved:
+        raise ArgumentError(f"got reserved={reserved!r} without pool; a server by itself has all of max_bytes")
+    else:
+        how["max_bytes"] = max_bytes
+    to_rows = functools.partial(enable, **how)
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     # transformers' own default would spread the layers of a model over all GPUs, which wait for each other.
     device = ["--device", "cuda:0"] if torch.cuda.device_count() > 1 else []
     with (
-        patch.object(their_utils, "GenerationState", functools.partial(RowState, to_rows)),
+        patch.object(their_utils, "GenerationState", functools.partial(RowState, to_rows, make_pool)),
         patch.object(their_server, "build_server", _build),
         patch.object(uvicorn, "Server", EndingServer),
     ):
@@ -129,36 +143,34 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     Args:
         to_rows: puts a model on rows.
+        make_pool: makes the pool of all models, on the device of the first; None: each has a pool of its own.
         options: those of `GenerationState`.
     """
 
-    def __init__(self, to_rows: Callable[[PreTrainedModel], None], **options: Any) -> None:
+    def __init__(
+        self, to_rows: Callable[..., None], make_pool: Callable[..., FramePool] | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         if not options.get("continuous_batching"):
             raise ArgumentError("got --no-continuous-batching, and only batches run on rows; leave it out")
-        self._to_rows = to_rows
+        self._to_rows, self._make_pool = to_rows, make_pool
+        self._pool: FramePool | None = None
         self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
         self._has_ended = False
 
     def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
-        """Says whether a model is batched, and puts it on rows if so.
-
-        Raises:
-            UnsupportedError: the model cannot run on rows.
-        """
+        """Says whether a model is batched, and puts it on rows if so."""
         if not super().use_continuous_batching(model, modality):
             return False
         if model not in self._on_rows:
-            self._to_rows(model)
+            if self._make_pool and self._pool is None:
+                self._pool = self._make_pool(device=model.device)
+            self._to_rows(model, pool=self._pool)
             self._on_rows.add(model)
         return True
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """Returns what runs the requests of a model: see `GenerationState.get_manager`.
-
-        Raises:
-            StoppedError: the server ends.
-        """
+        """Returns what runs the requests of a model: see `GenerationState.get_manager`."""
         if self._has_ended:
             raise StoppedError("the server has ended")
         if not use_cb:
@@ -168,9 +180,13 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         return self._cb_manager
 
     def end(self) -> None:
-        """Ends the batches, and takes no more requests."""
+        """Ends the batches, takes no more requests, and gives back what was reserved."""
         self._has_ended = True
         self.shutdown()
+        if self._pool is not None:
+            gc.collect()  # rows of batches that have ended
+            with suppress(BudgetError):  # a batch has not ended yet
+                self._pool.close()
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
@@ -180,18 +196,19 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     _cb: Any
 
     def init_cb(self, model: Any, gen_config: Any = None, *, warm_up: bool = False) -> None:
-        """Starts the batches of a model, and ends those of another model.
-
-        Args:
-            model: a model on rows.
-            gen_config: ignored; transformers gives the first request's, for all requests.
-            warm_up: make all CUDA graphs first, which takes seconds.
-        """
+        """Starts the batches of a model, and ends those of another model. They have the model's own generation config,
+        and each request its own sampling; `gen_config` would be that of the first. `top_k` and `top_p` sort a
+        vocabulary, and are there if the model's config has them."""
         if self._cb is not None and self._cb.model is not model:
             self.stop()
             self._cb = None
         if self._cb is None:
-            self._cb = sampling_manager(model, self._cb_config)
+            config, own = copy.deepcopy((self._cb_config or ContinuousBatchingConfig(), model.generation_config))
+            config.per_request_processors = True
+            own.do_sample, own.num_return_sequences = True, 1
+            own.temperature = 0.5  # each request has its own; for 1.0 there would be no processor
+            self._cb = model.init_continuous_batching(own, config)
+            give_each_its_temperature(self._cb.logit_processor.logits_processor)
             if warm_up:
                 self._cb.warmup()
             self._cb.start()
@@ -212,9 +229,8 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Starts a request: see `CBGenerateManager.generate_streaming`, which may lose the first tokens."""
-        name, texts = str(uuid.uuid4()), asyncio.Queue[Any]()
+        name, texts, loop = str(uuid.uuid4()), asyncio.Queue[Any](), asyncio.get_running_loop()
         tokenizer = getattr(processor, "tokenizer", processor).backend_tokenizer
-        loop = asyncio.get_running_loop()
         streamer = CBStreamer(self._cb, name, tokenizer, loop, texts, response_parser=response_parser)
 
         def tell(output: Any) -> None:
@@ -234,12 +250,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Waits for the answer to a request: see `CBGenerateManager.generate_non_streaming`.
-
-        Raises:
-            VmmkvError: the request ended with an error, such as too little memory.
-            StoppedError: the batches ended before the request.
-        """
+        """Waits for the answer to a request: see `CBGenerateManager.generate_non_streaming`."""
         batches, done = self._cb, asyncio.get_running_loop().create_future()
 
         def tell(output: Any) -> None:
@@ -258,11 +269,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         self, name: str, ids: list[int], config: GenerationConfig, tell: Callable[[Any], None], *, streaming: bool
     ) -> None:
         """Adds a request, and cancels it at the end of its HTTP request if it still runs then. Lets `config` ask for no
-        more tokens than the row has room for, so that transformers sees that an answer was cut off.
-
-        Raises:
-            UnsupportedError, ArgumentError, SequenceTooLongError, StoppedError: the request is refused.
-        """
+        more tokens than the row has room for, so that transformers sees that an answer was cut off."""
         batches, handlers = self._cb, self._cb.output_router.result_handlers
         check_shared(config, batches.model.generation_config)
         room = max(1, batches.options.max_seq_len - len(ids))
@@ -280,6 +287,23 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         LEAVING.get().callback(lambda: batches.cancel_request(name) if name in handlers else None)
 
 
+def sampling(manager: Any, config: GenerationConfig) -> dict[str, Any]:
+    """The keywords of `add_request` for a request's sampling. Raises `UnsupportedError` if the manager has no processor
+    for it."""
+    if not config.do_sample:
+        return {"temperature": LEAST_TEMPERATURE}
+    supported: Mapping[str, type] = manager.logit_processor.supported_keys
+    numbers = {"temperature": 1.0 if config.temperature is None else config.temperature}
+    numbers |= {name: getattr(config, name) for name in ("top_k", "top_p") if getattr(config, name) is not None}
+    for name, neutral in {"top_k": 0, "top_p": 1}.items():
+        if name not in supported and numbers.get(name, neutral) != neutral:
+            raise UnsupportedError(
+                f"asked for {name}={numbers[name]}; this model's generation_config.json has none, and the server sorts "
+                f"vocabularies for none of its requests. Put {name} there, or leave it out"
+            )
+    return {name: supported[name](value) for name, value in numbers.items() if name in supported}
+
+
 def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:
     """Raises `UnsupportedError` where the config of a request has a setting that all requests of a batch share, and
     the model has another."""
@@ -294,12 +318,7 @@ def check_shared(asked: GenerationConfig, shared: GenerationConfig) -> None:
 
 
 def _build(models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
-    """Makes transformers' app with `/metrics`, errors as JSON and `EndWithClient`. Warms up the model that is loaded.
-
-    Raises:
-        UnsupportedError: the model cannot run on rows.
-        BudgetError: there is no memory for the model's K and V.
-    """
+    """Makes transformers' app with `/metrics`, errors as JSON and `EndWithClient`, and warms up the loaded model."""
     state: RowState = options["generation_state"]
     for name, loaded in models.loaded_models.items():
         try:
@@ -332,10 +351,8 @@ def _build(models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answers a request that was refused, or that ended with an error, as OpenAI's server does."""
-    status, kind = 500, "server_error"
-    if isinstance(error, StoppedError):
-        status = 503
-    elif isinstance(error, ArgumentError | SequenceTooLongError | UnsupportedError):
+    status, kind = 503 if isinstance(error, StoppedError) else 500, "server_error"
+    if isinstance(error, ArgumentError | SequenceTooLongError | UnsupportedError):
         status, kind = 400, "invalid_request_error"
     body = {"message": str(error), "type": kind, "param": None, "code": None}
     return JSONResponse({"error": body}, status_code=status)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -35,48 +36,37 @@ from ..errors import (
 )
 from ..layout import kv_dtype_from_name
 from ..pool import FramePool
-from .batch import Limits
+from .batch import Limits, Pools
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
-from .hybrid_layers import forget_states, layer_on_rows
 from .layer_group import NO_ROOM, LayerGroup
-from .layers import VmmLayer
+from .layers import VmmLayer, forget_states, layer_on_rows
+from .masks import NAME, attention_of
 from .passes import Passes, check_kv
-from .pools import Pools
-from .spans import NAME, attention_of
 
-NOT_COMPILED = {
-    "moshi": "is a moshi: its masks leave out the window that its layers keep",
-    "prophetnet": "is a prophetnet: it attends to n-grams by its own code, which reads rows to their end",
-}
-"""Types of models that cannot run with `compile=True`, and why."""
-
-TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})
-"""Types of models that call `view` on K and V."""
+NOT_COMPILED = frozenset({"moshi", "prophetnet"})  # types of models that cannot run with `compile=True`
+TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})  # types of models that call `view` on K and V
 
 
 class VmmCache(DynamicCache):
-    """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand.
+    """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand, for inference only.
 
     Before transformers 5.24 the argument is called `past_key_values`.
 
-    Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
-    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it.
-    `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache. `copy.deepcopy`
-    forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes behind a prompt,
-    as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and `torch.save` keep the tokens
-    that are there and nothing else (not with `compile=True`).
+    Pages are taken as tokens arrive, on the device of the first K and V and in their dtype (the wider one of two);
+    layers with a sliding window give theirs back. `reset()` makes room for another batch, of any size, and leaves the
+    pages mapped for it. `trim()` of each of the `pools` gives them back to the system, and so does the end of the
+    cache. `copy.deepcopy` forks: full pages are shared, the rest is copied. Beams, and the copies that
+    `batch_repeat_interleave` makes, share pages likewise. It cannot be pickled.
 
-    Full attention and each window have rows of their own; on each device all of them, and all copies of the cache, lie
-    on one `FramePool`. With `pool` they share it with other models, the other half of an `EncoderDecoderCache`, or a
-    `KVCache`.
+    Full attention and each window have rows of their own, on each device that layers are on; all of them, and all
+    copies of the cache, lie on one `FramePool` of their device. With `pool` they share it with other models, the other
+    half of an `EncoderDecoderCache`, or a `KVCache`.
 
     Attention reads strided views. Torch's memory-efficient SDPA computes strides in 32 bits, so layers share a token
-    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages. If K and V
-    differ in dtype, as under autocast, both are kept in the wider one. If layers are on several devices, each device
-    has its own `kv_caches` (not with `compile=True`).
+    record only as far as it can address `max_seq_len` tokens: the longer the rows, the coarser the pages.
 
-    For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
-    next one raises `UnfinishedPassError`, until `reset()`.
+    After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the next one raises
+    `UnfinishedPassError`, until `reset()`.
 
     Args:
         config: of the model. What layers keep beside K and V stays as `DynamicCache` has it, and so do layers of kinds
@@ -90,22 +80,21 @@ class VmmCache(DynamicCache):
         lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
             pages of them on a GPU, 0 is no thread.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
-            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`. Where its
-            kernels do not take K and V (on the CPU, in some dtypes and head sizes) a warning says so, and the cache
-            works uncompiled. Layers write a prompt as a whole, also where a window moves over it.
+            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`, whose kernels
+            alone can read what comes behind the prompt. Where they do not take K and V (on the CPU, in some dtypes and
+            head sizes) a warning says so, and the cache works uncompiled.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
             head (`KVLayout(scales="token_head")`). attn_implementation="vmmkv" reads them as they are; for any other
             attention a layer's K and V are dequantized in each forward pass. The first tokens of a sequence attend to
-            their K and V as the model made them. Not with `compile=True`; `keys` and `values` of layers cannot be
-            written to. None: the dtype that they come in.
+            their K and V as the model made them. None: the dtype that they come in.
         offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
-        ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `max_bytes` is given with a pool;
-            or `compile=True` for a model that runs another attention.
-        LayoutError, BudgetError: a number is out of range. At the first write: there is no such page, or a single
-            layer's rows are longer than 32-bit strides reach, or the rows take more virtual addresses than there are,
-            or the device has less memory.
+        ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `compile=True` for a model that
+            runs another attention.
+        ValueError: `max_bytes` or `page_size` is given with a pool.
+        LayoutError, BudgetError: a number is out of range; or, at the first write, rows take more virtual addresses
+            than there are, or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model that cannot run with it.
@@ -128,19 +117,20 @@ class VmmCache(DynamicCache):
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
-            raise _made_without(config, max_seq_len)
-        if offloading:
-            raise UnsupportedError(
-                "asked for offloading; K and V in rows stay where attention reads them. DynamicCache(config=config, "
-                "offloading=True) moves them to the host and back"
+            raise ArgumentError(
+                f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
+                "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. Give code that makes "
+                "caches of the same type (T5Gemma, RAG, torch.nn.DataParallel) a DynamicCache"
             )
-        if kv_dtype is not None and compile:
-            raise UnsupportedError(
-                f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
-                "model's dtype. Make the cache without one of the two"
-            )
-        if compile and (reason := NOT_COMPILED.get(config.get_text_config(decoder=True).model_type)):
-            raise UnsupportedError(f"asked for compile=True for a model that {reason}. Make the cache without it")
+        text = config.get_text_config(decoder=True)
+        for is_asked, what in (
+            (offloading, "offloading; rows stay where attention reads them. DynamicCache(offloading=True) moves them"),
+            (compile and kv_dtype, f"kv_dtype={kv_dtype!r} with compile=True; leave one out"),
+            (compile and text.model_type in NOT_COMPILED, f"compile=True for {text.model_type}, which attends by code "
+             "of its own that reads rows to their end, or without the windows of its layers. Leave it out"),
+        ):  # fmt: skip
+            if is_asked:
+                raise UnsupportedError(f"asked for {what}")
         if compile and attention_of(config) != NAME:
             raise ArgumentError(
                 f"asked for compile=True for a model with attn_implementation={attention_of(config)!r}, which reads "
@@ -151,10 +141,9 @@ class VmmCache(DynamicCache):
         super().__init__(config=config)
         self._limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
-        self._copies = config.get_text_config(decoder=True).model_type in TAKES_NO_STRIDES
+        self._copies = text.model_type in TAKES_NO_STRIDES
         self._config = config if kept_dtype else None
-        self._groups: list[LayerGroup] = []
-        """One for each window, on each device."""
+        self._groups: list[LayerGroup] = []  # one for each window, on each device
         self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
 
@@ -187,11 +176,11 @@ class VmmCache(DynamicCache):
                 f"asked for compile=True; layers of these kinds cannot be read as whole rows ({names}). Make the cache "
                 "without it"
             )
-        told = "no layer of this model keeps K and V: VmmCache does what DynamicCache does"
         if kept:
-            told = f"VmmCache has no rows for layers of these kinds ({names}); they are as in DynamicCache"
+            names = f"VmmCache has no rows for layers of these kinds ({names}); they are as in DynamicCache"
         if kept or not self._groups:
-            warnings.warn(told, KeptLayersWarning, stacklevel=3)
+            names = names or "no layer of this model keeps K and V: VmmCache does what DynamicCache does"
+            warnings.warn(names, KeptLayersWarning, stacklevel=3)
 
     @property
     def is_compileable(self) -> bool:
@@ -199,32 +188,15 @@ class VmmCache(DynamicCache):
         return self._is_compiled and all(layer.is_compileable for layer in self.layers)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the
         tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. Other
-        arguments are ignored, as by `DynamicCache`.
-
-        Raises:
-            OutOfRangeError: there is no such layer.
-            ArgumentError: that is no number, or K or V no tensor.
-            VmmkvError: as in `LayerGroup.update`. Nothing was written in any case.
-        """
-        try:
-            layer = self.layers[layer_idx]
-        except IndexError:
-            raise OutOfRangeError(
-                f"got K and V for layer {layer_idx}; this cache has {len(self.layers)} layers, as its config says"
-            ) from None
-        except TypeError:
-            raise ArgumentError(f"got K and V for layer {layer_idx!r}; layers have numbers") from None
-        if isinstance(layer, VmmLayer):
-            if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
-                kinds = type(key_states).__name__, type(value_states).__name__
-                raise ArgumentError(f"got {kinds[0]} and {kinds[1]} as K and V of layer {layer_idx}; both are tensors")
-            if key_states.device != layer.home:
-                check_kv(layer_idx, key_states, value_states)
-                self._settle(layer, key_states.device)
+        arguments are ignored, as by `DynamicCache`."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, VmmLayer) and key_states.device != layer.home:
+            check_kv(layer_idx, key_states, value_states)
+            self._settle(layer, key_states.device)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         return (keys.contiguous(), values.contiguous()) if self._copies else (keys, values)
 
@@ -254,22 +226,6 @@ class VmmCache(DynamicCache):
                 each.join(target)
             self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
         layer.home = device
-
-    def reserve(self, seq_len: int) -> None:
-        """With `compile=True`: maps pages for sequences of up to `seq_len` tokens, for forward passes that are compiled
-        or captured by hand, which cannot map any. Call it after the prompt. `generate` does without.
-
-        Raises:
-            ValueError: the cache was made without `compile=True`, or nothing was written to it.
-            UnsupportedError: there are no kernels for its K and V.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`. What was reserved stays so.
-        """
-        compiled = [group for group in self._groups if isinstance(group, CompiledLayerGroup)]
-        groups = [group for group in compiled if group.batch and group.batch.rows]
-        if not groups:
-            raise ValueError("reserve() is for caches with compile=True, after a prompt was written to them")
-        for group in groups:
-            group.reserve(seq_len)
 
     @property
     def kv_caches(self) -> list[KVCache]:
@@ -305,7 +261,7 @@ class VmmCache(DynamicCache):
                     layer.crop(tokens_to_remove)
             self._fit()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was: `[sequences]`, int32 or int64. There may be more or fewer
         than before.
 
@@ -325,7 +281,7 @@ class VmmCache(DynamicCache):
         else:
             super().batch_repeat_interleave(repeats)
 
-    def batch_select_indices(self, indices: torch.Tensor | Iterable[int]) -> None:
+    def batch_select_indices(self, indices: Tensor | Iterable[int]) -> None:
         """Keeps the sequences that `indices` names, by numbers, or marks, by a truth value for each, and no others; of
         none of them no tokens are left. Raises as `reorder_cache`, and `ShapeError` for what is no list."""
         if self._rows:
@@ -338,9 +294,9 @@ class VmmCache(DynamicCache):
         """Sequences that it holds; 0, too, where no layer keeps K and V."""
         return next((layer.rows for layer in self.layers if isinstance(layer, VmmLayer) and layer.rows), 0)
 
-    def _select(self, asked: object, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _select(self, asked: object, choose: Callable[[Tensor], Tensor]) -> None:
         """Keeps the sequences that `choose` chooses of their numbers, in all layers or in none."""
-        device = asked.device if isinstance(asked, torch.Tensor) else None
+        device = asked.device if isinstance(asked, Tensor) else None
         try:
             chosen = choose(torch.arange(self._rows, device=device))
         except (IndexError, RuntimeError, TypeError) as error:
@@ -359,14 +315,10 @@ class VmmCache(DynamicCache):
                 self._fit()
                 raise
         with self._passes.changing():
-            try:
-                for group in self._groups:
-                    group.reorder(indices)
-                for layer in self.layers:
-                    layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
-            finally:
-                for group in self._groups:
-                    group.is_reordered = False
+            for group in self._groups:
+                group.reorder(indices)
+            for layer in self.layers:  # every kind of layer takes more, or fewer
+                layer.reorder_states(chosen) if isinstance(layer, VmmLayer) else layer.reorder_cache(chosen)
             self._fit()
 
     def reset(self) -> None:
@@ -385,17 +337,7 @@ class VmmCache(DynamicCache):
             group.fit()
 
 
-def _made_without(config: object, max_seq_len: object) -> ArgumentError:
-    """The error for a cache that is made as only a `DynamicCache` can be."""
-    return ArgumentError(
-        f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
-        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. Code that makes caches of the "
-        "same type (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it a "
-        "DynamicCache"
-    )
-
-
-def _as_index(indices: object) -> torch.Tensor:
+def _as_index(indices: object) -> Tensor:
     """An index that names, or marks, sequences, as torch takes it."""
     index = torch.as_tensor(indices)
     return index if index.numel() else index.long()

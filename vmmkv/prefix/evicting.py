@@ -5,7 +5,6 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import extent_at, row_at
-from ..core.codes import DONE
 from ..core.guests import reference
 from .committing import hold_path, list_path
 from .containers import take_off
@@ -201,14 +200,6 @@ def evict(tree: int, pages: int, now: int, lowest: int, out: int, most: int) -> 
             list_lead(tree, node, out, most)
         last = node
     return gained
-
-
-@entry
-def pin(tree: int, node: int, sign: int) -> int:
-    """Keeps a node, and so all above it, from being evicted (`sign` is 1), or ends that (-1)."""
-    nodes_of(tree)[node].pins += sign
-    tidy(tree, node)
-    return DONE
 
 
 @entry

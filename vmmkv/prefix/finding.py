@@ -6,12 +6,13 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import cache_of, extent_at, pool_of, row_at
 from ..core.booking import settle
-from ..core.codes import CAPTURED, DONE, FAILED, GONE, RING
+from ..core.codes import DONE, FAILED, GONE, RING
 from ..core.pages import row_of
 from ..core.sharing import next_list, plan_share
-from ..core.streams import hold_slot, order_slots, pending_slots
+from ..core.streams import pending_slots
+from ..core.suspending import order_own
 from ..core.tables import ROW_BITS
-from ..driver.running import captured, enter, leave
+from ..driver.running import enter, leave
 from .holders import cut_row, hold_row, holder_below, read_notes, set_end, tokens_of
 from .nodes import node_with, page_of, split, use_path, walk
 from .tables import (
@@ -148,6 +149,15 @@ def may_adopt(tree: int, row: int, tokens: int) -> int:
 
 
 @inner
+def is_below_large(tree: int, tokens: int) -> int:
+    """Whether so many tokens fill no large frame in any range, or the cache has none."""
+    t, below = tree_of(tree), 1
+    for part in range(t.ranges if cache_of(t.cache).large else 0):
+        below &= tokens * parts_of(tree)[part].record < t.large * t.page_size
+    return below
+
+
+@inner
 def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) -> int:
     """Finds most of the first tokens: in frames, and in a row where that has more. Lists the frames, and writes what
     was found. Returns the node with the last token."""
@@ -181,7 +191,7 @@ def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) ->
         lost = nodes[holders[row].node].end - tokens  # tokens of the row that others could have found
         if holders[row].parked and lost <= count_frames(tree) and may_adopt(tree, row, tokens):
             f.action = ADOPT
-        elif is_all:
+        elif is_all and not is_below_large(tree, tokens):  # few tokens may be copied: see `plan_hit`
             row = -1
     if tokens == 0:
         return 0
@@ -221,24 +231,16 @@ def shared_pages(tree: int, key: int, ids_at: int, count: int, found: int) -> in
 
 @inner
 def follow_writes(tree: int, row: int, ask: int) -> int:
-    """Makes a row's stream wait for the work that has written what is held. Returns `DONE`, `CAPTURED` or `FAILED`."""
-    t, stream, code = tree_of(tree), row_at(tree_of(tree).cache, row).stream, DONE
-    driver = pool_of(cache_of(t.cache).pool).driver
-    if t.slots == 0 or stream == 0:
+    """Makes a row's stream wait for the work that has written what is held. Returns `DONE`, `FULL`, `CAPTURED` or
+    `FAILED`."""
+    t, driver = tree_of(tree), pool_of(cache_of(tree_of(tree).cache).pool).driver
+    if t.slots == 0 or row_at(t.cache, row).stream == 0:
         return DONE
     if enter(driver, ask):
         return FAILED
     t.slots = pending_slots(driver, t.slots, t.tick)
-    if t.slots:
-        slot = hold_slot(driver, stream, 0, ask)
-        if slot < 0:
-            code = slot
-        elif captured(driver, stream, ask):
-            code = CAPTURED
-        elif order_slots(driver, t.slots, t.tick, slot):
-            code = FAILED
     leave(driver, ask)
-    return code
+    return order_own(t.cache, row, t.slots, t.tick, ask) if t.slots else DONE
 
 
 @entry
@@ -268,6 +270,9 @@ def plan_hit(
     if f.row < 0 and list_all(tree, f.tokens, 0) < f.tokens:
         whole = f.tokens
         list_all(tree, f.tokens, over)
+    if over and f.row >= 0 and is_below_large(tree, f.tokens) and not is_below_large(tree, max(expected, whole)):
+        for part in range(t.ranges):  # a copy: behind shared single pages there could be no large frames
+            view(t.list_at, t.ranges, np.int64)[part] = 0
     code = plan_share(t.cache, ticket, given, f.tokens, whole, t.list_at, ask)
     if code > RING:
         hold_row(tree, row, ticket >> ROW_BITS, split(tree, node, f.tokens))

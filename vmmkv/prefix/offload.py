@@ -90,16 +90,9 @@ class Offload:
     # ------------------------------------------------------------------ back
 
     def load(self, sequence: Sequence, words: tuple[int, int, int], cached: int) -> int:
-        """Copies first tokens that lie only on the host to a new sequence, and commits them.
-
-        Args:
-            sequence: it begins with `cached` tokens, and may have room for more.
-            words: the number of its key, and the token ids: address and count.
-            cached: how many of its first tokens hold K and V.
-
-        Returns:
-            How many do then. If something fails, no others do.
-        """
+        """Copies first tokens that lie only on the host to a new sequence, and commits them. It begins with `cached`
+        tokens that hold K and V, and may have room for more; `words` are the number of its key, and the token ids:
+        address and count. Returns how many tokens hold K and V then: `cached` if something fails."""
         if not self.tier.prefixes.stored:
             return cached
         with self.lock:

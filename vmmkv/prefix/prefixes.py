@@ -117,11 +117,7 @@ class Prefixes:
         cache.pool.evict.append(self.evictor)
 
     def key(self, salt: object = None, adapter: object = None, tenant: object = None) -> Key:
-        """The key for a salt, an adapter and a tenant. Tokens of different keys never match.
-
-        Raises:
-            ArgumentError: a name is no text, bytes, whole number or None.
-        """
+        """The key for a salt, an adapter and a tenant. Tokens of different keys never match."""
         names = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
         found = self.names.get(names)
         if found is None:
@@ -131,19 +127,14 @@ class Prefixes:
     # ------------------------------------------------------------------ sequences
 
     def start(self, ids: Any, key: Key = NO_NAMES, *, whole: bool = True, expected: int = 0) -> tuple[Sequence, int]:
-        """Starts a sequence with the cached tokens of a prompt. The last token of a prompt is never cached.
+        """Starts a sequence with the cached tokens of a prompt; the last token of a prompt is never cached. Returns the
+        sequence, and how many of its first tokens hold K and V.
 
         Args:
             ids: token ids, `[tokens]`, of int64.
             key: see `key`.
             whole: whether the sequence has room for all tokens of the prompt, or begins with the cached ones.
             expected: how many tokens it will have.
-
-        Returns:
-            The sequence, and how many of its first tokens hold K and V.
-
-        Raises:
-            OutOfPagesError, OutOfRowsError, SequenceTooLongError, DriverError, StreamCaptureError: nothing has changed.
         """
         ids, most = np.ascontiguousarray(ids, np.int64), self.cache.max_seq_len
         length = check_tokens(len(ids), most) if whole else 0
@@ -169,7 +160,8 @@ class Prefixes:
                 cached = self.offload.load(sequence, words, cached)
         except BaseException:
             if sequence is not None:
-                self._end(sequence)
+                with suppress(VmmkvError):  # else it is freed when it is collected
+                    self.cache.free((sequence,))
             raise
         row = sequence.ticket & ROW_MASK
         self.tickets[row], self.keys[row] = sequence.ticket, key.number
@@ -190,7 +182,8 @@ class Prefixes:
                 sequence.extend(length - sequence.length)
             return sequence
         except BaseException as error:
-            self._end(sequence)
+            with suppress(VmmkvError):
+                self.cache.free((sequence,))
             if over and isinstance(error, OutOfPagesError):
                 return self._share(key, words, length, expected, found, 0)
             raise
@@ -203,11 +196,6 @@ class Prefixes:
             if row < 0:
                 raise
             return self.cache.start(key=key.tenant)
-
-    def _end(self, sequence: Sequence) -> None:
-        """Ends a sequence, at the latest when it is collected."""
-        with suppress(VmmkvError):
-            self.cache.free((sequence,))
 
     def inherit(self, fork: Sequence, sequence: Sequence) -> None:
         """Makes known of a fork what is known of its parent."""
@@ -223,21 +211,9 @@ class Prefixes:
             self.tickets[sequence.row], self.keys[sequence.row] = sequence.ticket if is_known else 0, key
 
     def commit(self, sequence: Sequence, ids: Any, retention: Iterable[Retention] = ()) -> int:
-        """Makes the first tokens of a sequence known: K and V of these ids are there, or are being written by work on
-        streams that the sequence knows. Returns how many of its tokens are known; fewer than there are ids where the
-        tree is full.
-
-        Args:
-            sequence: a live sequence that `start` has returned, or a fork that `inherit` knows.
-            ids: ids of all its tokens from the first one on.
-            retention: how long tokens are kept.
-
-        Raises:
-            ArgumentError: the sequence has fewer tokens, or was not started here.
-            ValueError: other ids were committed for it.
-            UnsupportedError: it has released its front.
-            UseAfterFreeError, RetentionError, StreamCaptureError, DriverError: nothing has changed.
-        """
+        """Makes the first tokens of a sequence known, which `start` has returned, or a fork that `inherit` knows: K and
+        V of these ids are there, or are being written by work on streams that the sequence knows. Returns how many of
+        its tokens are known; fewer than there are ids where the tree is full."""
         ids, ticket, ask = np.ascontiguousarray(ids, np.int64), sequence.ticket, Ask()
         row = sequence.record_index()
         if sequence.cache.address != self.cache.address or not self.is_own(sequence):
@@ -255,11 +231,7 @@ class Prefixes:
 
     def known(self, sequence: Sequence) -> tuple[tuple[Name, Name] | None, Ints]:
         """Salt and adapter of a sequence that was started here, and the ids of its known tokens; None, and no ids, of
-        others.
-
-        Raises:
-            UseAfterFreeError: it has ended.
-        """
+        others."""
         row = sequence.record_index()
         if not self.is_own(sequence) or sequence.start:
             return None, np.empty(0, np.int64)
@@ -318,11 +290,7 @@ class Prefixes:
 
 
 def tenant_key(tenant: Name) -> int:
-    """The key of a tenant's pages: 0 for None, else 61 bits of a digest that differs from process to process.
-
-    Raises:
-        ArgumentError: it is neither text, bytes, a whole number, nor None.
-    """
+    """The key of a tenant's pages: 0 for None, else 61 bits of a digest that differs from process to process."""
     name = name_of("tenant", tenant)
     if name is None:
         return 0

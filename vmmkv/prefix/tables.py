@@ -34,7 +34,7 @@ import numpy as np
 
 from ..compiled import accessor
 from ..compiled.native import view
-from ..core.access import cache_of, frame_in
+from ..core.access import cache_of, frame_in, record_of
 
 
 def _record(names: str) -> np.dtype[np.void]:
@@ -89,10 +89,7 @@ TOKEN_BITS = 32
 # ---------------------------------------------------------------------- tables by the address of a tree
 
 
-@accessor
-def tree_of(tree: int) -> Any:
-    """The record of a tree."""
-    return view(tree, 1, TREE)[0]
+tree_of = record_of(TREE)
 
 
 @accessor

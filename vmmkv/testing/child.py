@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 
@@ -20,7 +21,7 @@ import torch
 
 from ..driver.driver import open_driver
 from .answers import Answer, Verdict
-from .probes import PROBES, Caller, Request
+from .probes import Caller, Request
 from .targets import load
 
 START = "import sys; fd, *sys.path = [*sys.argv[1:], '']; from vmmkv.testing.child import serve; serve(int(fd))"
@@ -130,6 +131,7 @@ def serve_forked(connection: Connection, request: Request) -> None:
 def answer(request: Request) -> Answer | Exception:
     """Makes a call; what has kept it from being made is returned as well."""
     try:
-        return PROBES[request.name].run(Caller(load(request.target), request.case), request)
+        call: Callable[[Request], Answer] = getattr(Caller(load(request.target), request.case), request.name)
+        return call(request)
     except Exception as error:
         return error

@@ -85,10 +85,40 @@ class Caller(Maker):
         """The answer to full rows with strides of rows and tokens, of K and of V; None: dense."""
         return self.call(self.strided([self.whole] * 3, self.whole, (k, v)))
 
-    def end(self, extra: int) -> Answer:
+    def plain(self, _: Request) -> Answer:
+        return self.full_rows(None, None)
+
+    def ragged(self, _: Request) -> Answer:
+        return self.call(self.strided([self.case.tokens, *self.some_lengths()], self.case.tokens))
+
+    def empty(self, _: Request) -> Answer:
+        return self.call(self.strided([0, self.case.tokens, 0, 1], self.case.tokens))
+
+    def nan(self, _: Request) -> Answer:
+        return self.call(self.strided(self.some_lengths(), self.case.tokens + 1, behind=torch.nan))
+
+    def tokens(self, _: Request) -> Answer:
+        return self.full_rows(self.gaps, self.gaps)
+
+    def v(self, _: Request) -> Answer:
+        return self.full_rows(None, self.gaps)
+
+    def rows(self, _: Request) -> Answer:
+        return self.full_rows(*[((self.whole + 5) * self.width, self.width)] * 2)
+
+    def far_tokens(self, request: Request) -> Answer:
+        return self.call(self.far(request.power, False, request.extra))
+
+    def far_rows(self, request: Request) -> Answer:
+        return self.call(self.far(request.power, True, request.extra))
+
+    def read_only(self, request: Request) -> Answer:
+        return self.call(self.read_only_rows(request.extra))
+
+    def end(self, request: Request) -> Answer:
         """The worst of the answers to sequences of some lengths."""
         worst = Answer(Verdict.RIGHT, 0.0)
-        for rows in self.ending(self.some_lengths(), extra):
+        for rows in self.ending(self.some_lengths(), request.extra):
             for view, value in zip((rows.k, rows.v), rows.values):
                 view[:, : rows.lengths[0]] = value
             answer = self.call(rows)
@@ -97,7 +127,7 @@ class Caller(Maker):
             worst = max(worst, answer, key=lambda each: each.error or 0.0)
         return worst
 
-    def replay(self) -> Answer:
+    def replay(self, _: Request) -> Answer:
         """Lengths that change in their tensor: in a CUDA graph, or, on the host, before a second call."""
         tokens = self.case.tokens
         rows = self.strided([tokens] * 3, tokens)._replace(lengths=[1, tokens, tokens // 2 + 1])
@@ -132,94 +162,27 @@ def record(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, out
 
 
-Run = Callable[[Caller, Request], Answer]
-
-
 class Probe(NamedTuple):
-    """Rows of one kind.
-
-    Attributes:
-        rows: what they are, for the report.
-        finding: what a kernel does that does not answer right.
-        needs: probes without whose right answer this one says nothing.
-        run: makes the call.
-    """
+    """Rows of one kind: what they are, what a kernel does that does not answer right, and the probes without whose
+    right answer this one says nothing. The method of `Caller` with the probe's name makes the call."""
 
     rows: str
     finding: str
-    needs: tuple[str, ...]
-    run: Run
+    needs: tuple[str, ...] = ()
 
 
-PROBES: dict[str, Probe] = {}
+PROBES = {
+    "plain": Probe("dense rows of one length", "fails on ordinary rows"),
+    "ragged": Probe("ragged lengths, tiles ± 1 token", "fails on ragged lengths", ("plain",)),
+    "empty": Probe("lengths of 0 between others", "fails on lengths of 0", ("ragged",)),
+    "nan": Probe("NaN behind every length", "lets NaN behind lengths through", ("ragged",)),
+    "end": Probe("no page behind the last token", "reads past the end", ("ragged",)),
+    "tokens": Probe("strides of tokens", "ignores strides of tokens", ("plain",)),
+    "v": Probe("other strides in V than in K", "ignores strides of V", ("tokens",)),
+    "rows": Probe("strides of rows", "ignores strides of rows", ("plain",)),
+    "far_tokens": Probe("tokens that lie gigabytes apart", "wraps tokens at 32 bits", ("tokens",)),
+    "far_rows": Probe("rows that lie gigabytes apart", "wraps rows at 32 bits", ("tokens", "rows")),
+    "read_only": Probe("read-only rows", "writes to K or V", ("plain",)),
+    "replay": Probe("lengths that change in place", "keeps lengths of an earlier call", ("ragged",)),
+}
 """By name, in the order in which they are run."""
-
-
-def probe(rows: str, finding: str, *needs: str) -> Callable[[Run], Run]:
-    """Puts a function into `PROBES` under its own name."""
-
-    def register(run: Run) -> Run:
-        PROBES[run.__name__] = Probe(rows, finding, needs, run)
-        return run
-
-    return register
-
-
-@probe("dense rows of one length", "fails on ordinary rows")
-def plain(caller: Caller, _: Request) -> Answer:
-    return caller.full_rows(None, None)
-
-
-@probe("ragged lengths, tiles ± 1 token", "fails on ragged lengths", "plain")
-def ragged(caller: Caller, _: Request) -> Answer:
-    return caller.call(caller.strided([caller.case.tokens, *caller.some_lengths()], caller.case.tokens))
-
-
-@probe("lengths of 0 between others", "fails on lengths of 0", "ragged")
-def empty(caller: Caller, _: Request) -> Answer:
-    return caller.call(caller.strided([0, caller.case.tokens, 0, 1], caller.case.tokens))
-
-
-@probe("NaN behind every length", "lets NaN behind lengths through", "ragged")
-def nan(caller: Caller, _: Request) -> Answer:
-    return caller.call(caller.strided(caller.some_lengths(), caller.case.tokens + 1, behind=torch.nan))
-
-
-@probe("no page behind the last token", "reads past the end", "ragged")
-def end(caller: Caller, request: Request) -> Answer:
-    return caller.end(request.extra)
-
-
-@probe("strides of tokens", "ignores strides of tokens", "plain")
-def tokens(caller: Caller, _: Request) -> Answer:
-    return caller.full_rows(caller.gaps, caller.gaps)
-
-
-@probe("other strides in V than in K", "ignores strides of V", "tokens")
-def v(caller: Caller, _: Request) -> Answer:
-    return caller.full_rows(None, caller.gaps)
-
-
-@probe("strides of rows", "ignores strides of rows", "plain")
-def rows(caller: Caller, _: Request) -> Answer:
-    return caller.full_rows(*[((caller.whole + 5) * caller.width, caller.width)] * 2)
-
-
-@probe("tokens that lie gigabytes apart", "wraps tokens at 32 bits", "tokens")
-def far_tokens(caller: Caller, request: Request) -> Answer:
-    return caller.call(caller.far(request.power, False, request.extra))
-
-
-@probe("rows that lie gigabytes apart", "wraps rows at 32 bits", "tokens", "rows")
-def far_rows(caller: Caller, request: Request) -> Answer:
-    return caller.call(caller.far(request.power, True, request.extra))
-
-
-@probe("read-only rows", "writes to K or V", "plain")
-def read_only(caller: Caller, request: Request) -> Answer:
-    return caller.call(caller.read_only(request.extra))
-
-
-@probe("lengths that change in place", "keeps lengths of an earlier call", "ragged")
-def replay(caller: Caller, _: Request) -> Answer:
-    return caller.replay()

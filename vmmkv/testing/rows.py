@@ -126,7 +126,7 @@ class Maker:
             made.append(Rows(k, v, [length], values))
         return made
 
-    def read_only(self, extra: int, batch: int = 2) -> Rows:
+    def read_only_rows(self, extra: int, batch: int = 2) -> Rows:
         """Dense rows that may be read and not written."""
         case, views = self.case, []
         shape = (batch, self.whole, case.kv_heads, case.head_dim)

@@ -94,11 +94,7 @@ TARGETS: dict[str, Callable[..., Any]] = {
 
 
 def name_of(kernel: str | Callable[..., Any]) -> str:
-    """The name by which another process loads a kernel.
-
-    Raises:
-        ArgumentError: it is neither a name nor a function at the top level of a module.
-    """
+    """The name by which another process loads a kernel."""
     if isinstance(kernel, str):
         return kernel
     module, name = getattr(kernel, "__module__", ""), getattr(kernel, "__qualname__", "")
@@ -112,11 +108,7 @@ def name_of(kernel: str | Callable[..., Any]) -> str:
 
 @cache
 def load(target: str) -> Callable[..., Any]:
-    """The kernel called `target`: one of `TARGETS`, `package.module:function` or `path/to/file.py:function`.
-
-    Raises:
-        ArgumentError: there is no such kernel, or its module cannot be imported.
-    """
+    """The kernel called `target`: one of `TARGETS`, `package.module:function` or `path/to/file.py:function`."""
     if target in TARGETS:
         return TARGETS[target]
     place, _, name = target.rpartition(":")

@@ -4,9 +4,8 @@ Tokens move between rows and slots of pinned host memory in large copies: a row 
 a stream of the tier's own, behind all work on the row. Copies back go on the sequence's own stream, which the current
 stream waits for.
 
-The core knows which rows are suspended (`vmmkv.core.suspending`); the tier has their slots by ticket. The next call of
-the tier gives back slots of sequences that were resumed or have ended. Prefixes (`vmmkv.tier.stored`) make way for
-sequences.
+The core knows which rows are suspended (`vmmkv.core.suspending`); the tier has their slots by ticket, which the next
+call of the tier gives back. Prefixes (`vmmkv.tier.stored`) make way for sequences.
 """
 
 from __future__ import annotations
@@ -75,18 +74,12 @@ class HostTier:
         return self.lock
 
     def finish(self, pages: int) -> int:
-        """Waits for copies of prefixes until so many pages are not held for them any more. Returns how many. The pool
-        calls this when it lacks pages."""
+        """Waits for copies of prefixes until so many pages are not held for them any more. Returns how many."""
         with self.alone():
             return self.prefixes.finish(pages)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Moves a sequence's tokens to the host. Its pages are surplus then.
-
-        Raises:
-            OutOfHostMemoryError: there is no room for its tokens.
-            SuspendedError, UseAfterFreeError, StreamCaptureError, DriverError, BusyError: the sequence is as before.
-        """
+        """Moves a sequence's tokens to the host. Its pages are surplus then."""
         cache, ticket, ask = self.cache, sequence.ticket, Ask()
         cache.check_own((sequence,))
         Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
@@ -116,12 +109,7 @@ class HostTier:
 
     def resume(self, sequence: Sequence) -> None:
         """Moves a suspended sequence's tokens back, to the same addresses. The sequence's own stream, and the current
-        one, wait for them.
-
-        Raises:
-            ArgumentError: it is not suspended.
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, BusyError: it is suspended still.
-        """
+        one, wait for them."""
         cache, ticket, ask, row = self.cache, sequence.ticket, Ask(), sequence.record_index()
         cache.check_own((sequence,))
         with self.alone():

@@ -70,12 +70,7 @@ class Slots:
 
     def take(self, counts: list[int]) -> list[list[Run]]:
         """Takes so many pages for each range, in as few runs as there are. Waits for copies from or to pages that were
-        given back, if there are no others.
-
-        Raises:
-            OutOfHostMemoryError: the budget, or the host, has no room for them.
-            DriverError: a copy could not be waited for.
-        """
+        given back, if there are no others."""
         wanted = sum(counts)
         self.collect()
         while self._leaving and self.left < wanted:
@@ -101,8 +96,7 @@ class Slots:
 
     def give(self, taken: list[list[Run]], fence: Fence) -> None:
         """Gives pages back, which copies use until a fence has passed."""
-        if runs := [run for runs in taken for run in runs]:
-            self._leaving.append((fence, runs))
+        self._leaving.append((fence, [run for runs in taken for run in runs]))
         self.collect()
 
     def collect(self) -> None:
@@ -151,15 +145,9 @@ class Slots:
 
 
 def copies(pieces: Iterable[tuple[int, int, int, int]], records: Sequence[int], first: int, end: int) -> array[int]:
-    """Copies of some tokens between a row and slots, as words for the core: range, first byte in the row, bytes, and
-    their address in host memory.
-
-    Args:
-        pieces: host memory by range and place: range, first byte in the row, bytes, and address.
-        records: bytes of a token in each range.
-        first: the first token.
-        end: the token behind the last.
-    """
+    """Copies of the tokens from `first` to `end` between a row and slots, as words for the core: range, first byte in
+    the row, bytes, and their address in host memory. `pieces` is host memory, by range and place, in the same four
+    numbers; `records` are the bytes of a token in each range."""
     words = array("q")
     for part, start, nbytes, address in pieces:
         low, high = max(start, first * records[part]), min(start + nbytes, end * records[part])

@@ -44,16 +44,9 @@ class Stored:
 
 
 class StoredPrefixes:
-    """The stored prefixes of a cache. A caller has the tier's lock: see `HostTier.alone`.
-
+    """The stored prefixes of a cache: copies of its frames. A caller has the tier's lock: see `HostTier.alone`.
     Prefixes make way for sequences, and for prefixes of the same or a higher priority, the least recently used of the
-    lowest priority first.
-
-    Args:
-        cache: the cache; prefixes are copies of its frames.
-        slots: the host memory.
-        stream: the stream of copies to the host.
-    """
+    lowest priority first."""
 
     def __init__(self, cache: Cache, slots: Slots, stream: Any) -> None:
         self.cache, self.pool, self.driver = cache, cache.pool, cache.pool.driver
@@ -73,18 +66,13 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ to the host
 
     def store(self, pages: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Copies pages to the host, asynchronously, and holds their frames until then.
+        """Copies pages to the host, asynchronously, and holds their frames until then. Returns of each page whether it
+        was stored; none where a call fails.
 
         Args:
             pages: records of pages of frames that a guest holds: the serial of the prefix that a page belongs to, its
                 `node` and `priority`, the page's `part` and `page`, and the place of its bytes, `frame` and `offset`.
                 Prefixes of later serials come before others if there is not enough room.
-
-        Returns:
-            Of each page whether it was stored.
-
-        Raises:
-            VmmkvError: a call has failed. No page was stored.
         """
         is_stored = self._choose(pages)
         kept = pages[is_stored]
@@ -205,20 +193,8 @@ class StoredPrefixes:
 
     def load(self, pages: Items[tuple[int, int, int]], ticket: int, first: int, tokens: int) -> bool:
         """Copies stored tokens, from the first on, to a live sequence that has room for them on pages of its own.
-
-        Args:
-            pages: the pages that the tokens lie on: serial, range, and page.
-            ticket: of the sequence.
-            first: the first token.
-            tokens: the number of tokens.
-
-        Returns:
-            False: some are not stored any more.
-
-        Raises:
-            UseAfterFreeError, SuspendedError, ValueError, StreamCaptureError: nothing was copied.
-            DriverError: some tokens may not have been copied.
-        """
+        `pages` are those that the tokens lie on: serial, range, and page. Returns False where some are not stored any
+        more. After a `DriverError` some tokens may not have been copied."""
         used = {serial: self.stored.get(serial) for serial, _, _ in pages}
         if None in used.values():
             return False

@@ -23,13 +23,12 @@ Kind = TypeVar("Kind", KVCache, GrowableTensor)
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What one owner holds; its own `stats()` says more.
+    """What one owner holds: a live `KVCache`, `GrowableTensor` or `MemoryPool`, or a `FramePool`, which holds what is
+    free. Its own `stats()` says more.
 
     Attributes:
-        owner: a live `KVCache`, `GrowableTensor` or `MemoryPool`, or a `FramePool`, which holds what is free.
-        device: where its pages are.
-        physical_bytes: bytes of its pages.
-        budget_bytes: the most that it may take.
+        owner, device: the owner, and where its pages are.
+        physical_bytes, budget_bytes: bytes of its pages, and the most that it may take.
     """
 
     owner: KVCache | GrowableTensor | MemoryPool | FramePool
@@ -76,7 +75,7 @@ def memory_snapshot() -> dict[str, Any]:
         `torch.cuda._memory_viz`.
     """
     traces: list[list[Any]] = [[] for _ in range(torch.cuda.device_count() + 1)]
-    return {"segments": [*_cache_segments(), *_tensor_segments()], "device_traces": traces}
+    return {"segments": [*_segments()], "device_traces": traces}
 
 
 def dump_snapshot(path: str | os.PathLike[str]) -> None:
@@ -96,21 +95,17 @@ def _whole_device(device: str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
-def _cache_segments() -> Iterator[dict[str, Any]]:
-    for cache in _all(KVCache):
+def _segments() -> Iterator[dict[str, Any]]:
+    owners: list[KVCache | GrowableTensor] = [*_all(KVCache), *_all(GrowableTensor)]
+    for owner in owners:
         with suppress(VmmkvError):
-            for mapped in cache.mapped_ranges():
-                name = f"sequence {mapped.owner}" if mapped.owner >= 0 else "surplus"
-                whose = {"filename": "KVCache", "line": mapped.row, "name": name}
-                yield _segment(cache.device, cache.page_size, mapped, whose)
-
-
-def _tensor_segments() -> Iterator[dict[str, Any]]:
-    for tensor in _all(GrowableTensor):
-        with suppress(VmmkvError):
-            for mapped in tensor.mapped_ranges():
-                whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(tensor.shape)} {tensor.dtype}"}
-                yield _segment(tensor.device, tensor.pool.page_size, mapped, whose)
+            for mapped in owner.mapped_ranges():
+                if isinstance(owner, GrowableTensor):
+                    whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(owner.shape)} {owner.dtype}"}
+                else:
+                    name = f"sequence {mapped.owner}" if mapped.owner >= 0 else "surplus"
+                    whose = {"filename": "KVCache", "line": mapped.row, "name": name}
+                yield _segment(owner.device, owner.pool.page_size, mapped, whose)
 
 
 def _segment(device: torch.device, page_size: int, mapped: MappedRange, whose: dict[str, Any]) -> dict[str, Any]:

@@ -129,16 +129,5 @@ def deallocate(books: int, address: int, nbytes: int) -> int:
     return 0
 
 
-@entry_without_lock
-def set_budget(books: int, budget: int) -> int:
-    """Sets the budget, but not below what is taken; returns what it is now."""
-    state = view(books, 1, STATE)[0]
-    call(state.lock, (books,))
-    state.budget = max(budget, state.physical)
-    now = state.budget
-    call(state.unlock, (books,))
-    return now
-
-
-ENTRIES = [allocate, deallocate, set_budget]
+ENTRIES = [allocate, deallocate]
 SOURCES = ["driver/table.py", "torch/allocating.py"]

@@ -7,7 +7,7 @@ numpy record.
 
 Invariants:
  1. `physical <= budget`, in bytes: the budget is debited before the first call, and credited for what is really gone.
-    Whoever lowers the budget meanwhile gets what was not taken.
+    A lease that lowers the budget meanwhile gets what was not taken.
  2. `allocate` returns a segment all of whose pages can be accessed, or 0 and has changed nothing.
  3. A page is unmapped only after all work on its device. What cannot be unmapped stays in the books.
  4. Nothing here is ever freed: torch may give back a segment at any time until the process has ended.
@@ -25,7 +25,7 @@ from ..compiled.code import address_of, bind, keep, link
 from ..driver.driver import Driver
 from .allocating import ENTRIES, SOURCES, STATE
 
-allocate, deallocate, set_budget = link("vmmkv.torch.allocating", ENTRIES, SOURCES)
+allocate, deallocate = link("vmmkv.torch.allocating", ENTRIES, SOURCES)
 
 
 class Allocator:
@@ -57,16 +57,6 @@ class Allocator:
         keep(records, driver)
 
     @property
-    def budget(self) -> int:
-        """Pages that it may take in all."""
-        return int(self.state["budget"]) // int(self.state["page_size"])
-
-    @property
     def physical(self) -> int:
         """Pages that it has taken."""
         return int(self.state["physical"]) // int(self.state["page_size"])
-
-    def set_budget(self, pages: int) -> int:
-        """Sets the budget, or what is taken, if that is more; returns it. No allocation comes in between."""
-        page_size = int(self.state["page_size"])
-        return int(set_budget(self.address, pages * page_size)) // page_size

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -19,7 +17,7 @@ import torch
 from ..budget import pages_within
 from ..core.addresses import check_address_space
 from ..core.cache import Cache
-from ..core.pool import DeadLock, busy
+from ..core.pool import busy
 from ..driver.driver import fork_error
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, UseAfterFreeError
 from ..layout import shown, whole_number
@@ -52,7 +50,8 @@ class GrowableTensor:
 
     A view of its rows stays valid while it grows: addresses and strides never change. Methods may be called from
     several threads, and one runs at a time. A finalizer, or a signal handler, that runs in the middle of an operation
-    may read its state; all that changes it is refused (`BusyError`).
+    may read its state; all that changes it is refused (`BusyError`). After `close` all else raises `UseAfterFreeError`.
+    An error leaves it as it was.
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -65,9 +64,8 @@ class GrowableTensor:
 
     Raises:
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses; or there is no such page.
-        DtypeError: there is no such dtype.
         BudgetError: the budget is no size, below one page, or larger than the device.
-        DeviceError: there is no such device.
+        DtypeError, DeviceError: there is no such dtype or device.
         DriverError: the driver could not reserve the addresses.
         ArgumentError, TypeError, ValueError: the pool is not a `FramePool`, the shape is none, or something is given
             that the pool determines.
@@ -103,7 +101,6 @@ class GrowableTensor:
         self._sequence = self._cache.start()
         self._whole: torch.Tensor | None = self._export()
         self.account_name = self.pool.name(self)
-        tensors.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -112,11 +109,7 @@ class GrowableTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy.
-
-        Raises:
-            UseAfterFreeError: it was closed.
-        """
+        """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
         return self._opened()[: len(self)]
 
     @property
@@ -133,29 +126,22 @@ class GrowableTensor:
         return int(self._cache.lengths[0])
 
     def resize(self, length: int) -> None:
-        """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined.
-
-        Pages behind the new end stay mapped, ready to be grown into again; `trim` gives them back.
+        """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined. Pages behind the
+        new end stay mapped, ready to be grown into again; `trim` gives them back.
 
         Raises:
-            ShapeError: `length` is negative or over the maximum.
-            TypeError: it is no whole number.
+            ShapeError, TypeError: `length` is negative or over the maximum, or is no whole number.
             OutOfPagesError: the budget cannot supply the pages.
             DriverError: a driver call failed.
             StreamCaptureError: pages would be left behind while a CUDA graph is captured.
-            UseAfterFreeError: it was closed. In all cases it is as before.
         """
         length = operator.index(length)
         with self._alone():
             self._resize(length)
 
     def append(self, rows: torch.Tensor) -> None:
-        """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
-
-        Raises:
-            ArgumentError, ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as
-                before.
-        """
+        """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them. Raises `ArgumentError`, `ShapeError`, `DtypeError`
+        or `DeviceError` where they do not fit, and what `resize` raises."""
         check_dense(rows, "rows")
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
             raise ShapeError(f"got {list(rows.shape)}; rows of shape_max={tuple(self.shape_max)} are needed")
@@ -169,29 +155,19 @@ class GrowableTensor:
             self._opened()[start:end].copy_(rows.detach())  # it is no part of an autograd graph
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too.
-
-        Raises:
-            ArgumentError: it is no stream.
-            DeviceError: the stream is on another device.
-            UseAfterFreeError: it was closed.
-        """
+        """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too. Raises
+        `ArgumentError` or `DeviceError` for what is no stream of its device."""
         self._opened()
         self._cache.record_stream(self._sequence, stream)
 
     def trim(self) -> int:
-        """Gives the pages behind its last row back to the system, and pages that are free; returns their bytes.
-
-        Waits for GPU work that was submitted before it shrank.
-
-        Raises:
-            DriverError, UseAfterFreeError: as in `KVCache.trim`.
-        """
+        """Gives the pages behind its last row back to the system, and pages that are free; returns their bytes. Waits
+        for GPU work that was submitted before it shrank. Raises `DriverError` as `KVCache.trim` does."""
         with self._alone():
             return self._cache.trim_own() * self.pool.page_size
 
     def stats(self) -> GrowableTensorStats:
-        """A snapshot: bytes. Raises `UseAfterFreeError` if it was closed."""
+        """A snapshot: bytes."""
         self._opened()
         size, limit = self.pool.page_size, int(self.pool.accounts[self.account]["limit"])
         physical = self.pool.word("created") if self.owns_pool else self.mapped_pages()
@@ -199,7 +175,7 @@ class GrowableTensor:
         return GrowableTensorStats(budget * size, physical * size, len(self) * self._row_bytes)
 
     def mapped_ranges(self) -> list[MappedRange]:
-        """Where its pages are mapped now: nowhere, or one run. Raises `UseAfterFreeError` if it was closed."""
+        """Where its pages are mapped now: nowhere, or one run."""
         self._opened()
         start, pages = int(self._cache.ranges[0]["address"]), self.mapped_pages()
         run = MappedRange(start, pages * self.pool.page_size, start, len(self) * self._row_bytes, 0, 0)
@@ -212,10 +188,6 @@ class GrowableTensor:
         """The number of its account."""
         return self._cache.account
 
-    def sequences(self) -> tuple[int, int]:
-        """None: it has rows, and these are no tokens."""
-        return 0, 0
-
     def mapped_pages(self) -> int:
         """Pages that are mapped for it."""
         return int(self._cache.extents[0]["mapped"] - self._cache.extents[0]["first"])
@@ -227,13 +199,11 @@ class GrowableTensor:
     # ------------------------------------------------------------------ use, and its end
 
     def close(self) -> None:
-        """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
-
-        Garbage collection does the same when nobody holds it or its views any more.
+        """Gives all memory back now, after all work on the device. To touch a view after this is a fault. Garbage
+        collection does the same when nothing holds it or its views any more.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
-            DriverError: the device could not be waited for; nothing was closed.
+            StreamCaptureError, DriverError: a CUDA graph is being captured, or the device could not be waited for.
             BusyError: another operation of this thread is not at its end.
         """
         if self.pool.word("dead"):
@@ -263,10 +233,6 @@ class GrowableTensor:
         if self._whole is None:
             raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         return self._whole
-
-    def leave(self) -> None:
-        """Marks the lock dead in a forked child. A thread of the parent, which is not there, may hold it."""
-        self._lock = DeadLock()
 
     def _export(self) -> torch.Tensor:
         """A tensor over all of the range."""
@@ -304,15 +270,3 @@ class GrowableTensor:
     def __repr__(self) -> str:
         sizes = f"{list(self.shape)} of {list(self.shape_max)}"
         return f"<vmmkv.torch.GrowableTensor on {self.device}: {sizes}, {self.dtype}>"
-
-
-tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
-"""Those of this process."""
-
-
-def _leave_to_parent() -> None:
-    for tensor in list(tensors):
-        tensor.leave()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

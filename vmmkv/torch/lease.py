@@ -31,9 +31,6 @@ class Lease:
         allocator: the allocator, with a budget of nothing.
         limit: the most pages that may be leased.
         reserved: pages that can be leased at any time.
-
-    Raises:
-        BudgetError: so much cannot be reserved.
     """
 
     def __init__(self, pool: FramePool, allocator: Allocator, limit: int, reserved: int) -> None:
@@ -45,11 +42,7 @@ class Lease:
         pool.leases.append(self)
 
     def grow(self) -> None:
-        """Leases as many pages as there are: such that do not exist, then such that others have and do not use.
-
-        Raises:
-            DriverError: others could not give back what they do not use.
-        """
+        """Leases as many pages as there are: such that do not exist, then such that others have and do not use."""
         if self.pool.word("dead"):
             raise fork_error()
         ask = Ask()

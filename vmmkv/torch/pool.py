@@ -95,21 +95,17 @@ class MemoryPool:
     the pool's budget. Other threads, such as autograd's, allocate as usual.
 
     torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. Instead it
-    has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use, which they give back as
-    for any growth; on leaving it, what torch has allocated of that. While the block runs, others can have what torch
-    has not allocated, except what is `reserved`.
+    has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use; on leaving it, what
+    torch has allocated of that. While the block runs, others can have what torch has not allocated, except what is
+    `reserved`.
 
-    torch's caching allocator works on top, with all of its statistics: small tensors share a segment, and segments
-    whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
-    nothing holds the pool any more. A tensor may outlive both: its segment goes back at the first
-    `torch.cuda.empty_cache()` after its end.
+    torch's caching allocator works on top: segments whose tensors are gone are kept for later tensors of the pool. They
+    go back to the system with `release`, or when nothing holds the pool any more. A tensor may outlive both: its
+    segment goes back at the first `torch.cuda.empty_cache()` after its end.
 
     If the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves the
-    block, it carries a note of what the pool had.
-
-    Only the pool's own device can access its pages: there is no peer access from others, and no CUDA IPC
-    (`torch.multiprocessing`).
-    """
+    block, it carries a note of what the pool had. Only the pool's own device can access its pages: there is no peer
+    access from others, and no CUDA IPC (`torch.multiprocessing`)."""
 
     def __init__(self, device: torch.device, allocator: Allocator, lease: Lease | None = None) -> None:
         self.device = device
@@ -158,14 +154,9 @@ class MemoryPool:
             self._end_use()
 
     def release(self) -> int:
-        """Gives segments without tensors back to the system, after all work on the device; returns their bytes.
-
-        The pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give
-        nothing back, and this returns 0.
-
-        Raises:
-            RuntimeError: this pool is in a `with` block.
-        """
+        """Gives segments without tensors back to the system, after all work on the device; returns their bytes. The
+        pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give nothing
+        back, and this returns 0. Raises `RuntimeError` in a `with` block of this pool."""
         self._begin_use()
         try:
             before = int(self._books["physical"])
@@ -186,10 +177,6 @@ class MemoryPool:
     def account(self) -> int:
         """The number of its account on a frame pool; -1 without one."""
         return self._lease.account if self._lease else -1
-
-    def sequences(self) -> tuple[int, int]:
-        """None: it has segments, and these are no tokens."""
-        return 0, 0
 
     def mapped_pages(self) -> int:
         """Pages that segments of torch lie on."""
@@ -218,17 +205,12 @@ class MemoryPool:
             import cuda.bindings.driver as cu
 
             return asked + f"the driver said {cu.CUresult(int(self._books['status'])).name}"
-        advice = (
-            f"{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken. torch keeps "
-            "segments whose tensors are gone: leave the block and call release(), or make the pool with a larger "
-            "max_bytes"
+        whose = f"what could be leased of {self._lease.pool!r}" if self._lease else "its budget"
+        return (
+            f"{asked}{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken: {whose}. "
+            "torch keeps segments whose tensors are gone: leave the block and call release(), or make the pool with a "
+            "larger max_bytes"
         )
-        if self._lease:
-            advice += (
-                f". That is what could be leased of {self._lease.pool!r}, and {stats.budget_bytes / mib:.0f} MiB are "
-                "the most: others keep what they use, and can have what is not allocated, except what is reserved"
-            )
-        return asked + advice
 
     def __repr__(self) -> str:
         stats = self.stats()

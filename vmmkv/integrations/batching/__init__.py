@@ -6,11 +6,12 @@ What is replaced is a subclass of transformers' class, put in the place of its n
     processor   ContinuousBatchProcessor        makes one forward pass after another
     scheduler   FIFOScheduler, PrefillFirst...  chooses requests; managers on one pool take turns
     batches     ContinuousBatching[Async]IOs    hold what a pass reads; ModelRunner pads batches and captures graphs
-    cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager moves to the host
+    cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager has requests begin anew
 
-`model` puts the first in place. Beside these, `attention` is what models call, `rotation` and `whole_layers` replace
-the `forward` of layers, `groups` finds what layers keep, `requests` are sequences on rows, in all processes and on all
-devices, `packed` writes and attends, `weights` tell prefixes apart, `config` and `sampling` translate settings.
+`model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
+`requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell
+prefixes apart, `config` translates settings, and checks
+requests.
 
 transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """
@@ -21,8 +22,7 @@ import transformers
 
 from ...errors import UnsupportedError
 
-TESTED = ("5.23", "5.24")
-"""Versions of transformers that this package is tested with."""
+TESTED = ("5.23", "5.24")  # versions of transformers that this package is tested with
 
 
 def check_version() -> None:

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedAttentionError
 from ..attention import NOT_ABOUT_ATTENTION
 from .cache import RowCache
 from .groups import Probe
-from .whole_layers import CACHE, Inside, attend_inside, make_layers_whole, split_layers
 
-NAME = "vmmkv_rows"
-"""The `attn_implementation` of models that run on rows."""
+NAME = "vmmkv_rows"  # the `attn_implementation` of models that run on rows
 ALONE = (
     "stop every manager that runs the model, or one of the same config. Then, and of a copy that was made under a "
     "manager, vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
@@ -31,10 +28,6 @@ ALONE = (
 """What helps where a manager runs the model."""
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
-FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
-    "input_ids", "attention_mask", "position_ids", "cache", "use_cache",
-}  # fmt: skip
-"""Keywords of layers that are for attention alone."""
 
 
 def attend_rows(
@@ -57,15 +50,13 @@ def attend_rows(
     cache = vmmkv_cache
     if isinstance(cache, Probe):
         _check_causal(module)
-    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and "block_table" in told)
+    is_in_batch = isinstance(cache, RowCache | Probe) and "block_table" in told
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if is_in_batch else "called it without a batch of requests"
         raise UnsupportedAttentionError(
             f"{type(module).__name__} {what}, and attention on rows knows none of that; {ALONE}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(cache, Inside):  # its layer was entered, and its number is not asked: all layers are one program
-        return attend_inside(query, key, value, s_aux, scale, softcap or 0.0, told.get("sliding_window")), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
@@ -78,22 +69,7 @@ def _check_causal(module: Any) -> None:
         )
 
 
-def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`attend_rows`, which the compiler goes around in layers that were not entered."""
-    attend = attend_rows if isinstance(kwargs.get(CACHE), Inside) else _attend_apart
-    return attend(*args, **kwargs)
-
-
-_attend_apart = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
-AttentionInterface.register(NAME, attend_rows_or_go_around)
-
-
-def compile_layers_whole(model: Any) -> None:
-    """Have each compiled layer of a model be one program until the model is given back."""
-    make_layers_whole(model, GradientCheckpointingLayer, RowCache, FOR_ATTENTION)
-
-
-# ---------------------------------------------------------------------- loans
+AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -101,18 +77,13 @@ class Loan:
     """The attention of a config, which names it: all models of the config attend alike."""
 
     config: Any
-    before: str | None = None
-    """The attention that they had, if that is known."""
-    users: WeakSet[object] = field(default_factory=WeakSet)
-    """The managers that run one of them."""
+    before: str | None = None  # the attention that they had, if that is known
+    users: WeakSet[object] = field(default_factory=WeakSet)  # the managers that run one of them
 
 
-_lock = threading.RLock()
-"""Guards the loans: threads may begin and end with one model."""
-_loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()
-"""By model; models of one config share a loan."""
-_borrows: Counter[int] = Counter()
-"""By the id of a config: how often its models were borrowed."""
+_lock = threading.RLock()  # guards the loans: threads may begin and end with one model
+_loans: WeakKeyDictionary[PreTrainedModel, Loan] = WeakKeyDictionary()  # by model; models of one config share a loan
+_borrows: Counter[int] = Counter()  # by the id of a config: how often its models were borrowed
 
 
 def borrow(model: Any, user: object) -> None:
@@ -172,4 +143,3 @@ def _end_unused(loan: Loan) -> None:
     for model in [] if loan.users else [model for model, its in _loans.items() if its is loan]:
         del _loans[model]
         model.set_attn_implementation(loan.before or model.get_correct_attn_implementation(None))
-        split_layers(model)

@@ -21,13 +21,11 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer
 
-from ..with_names import with_names
 from .cache import RowCache
-from .config import decode_sizes
-from .whole_layers import CACHE
+from .config import decode_sizes, with_names
+from .groups import CACHE
 
-SEQUENCES = 64
-"""Batches with prompts are padded to a multiple of so many sequences."""
+SEQUENCES = 64  # batches with prompts are padded to a multiple of so many sequences
 MOST_TOKENS, GRAPH_SEQUENCES = 2048, 256
 """Batches with prompts that run as CUDA graphs: their tokens at most, since larger passes hide the time of launches;
 and their sequences, to which they are padded, since each number would be a graph of its own."""
@@ -138,10 +136,8 @@ class RowRunner(ModelRunner):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._all_sizes = decode_sizes(cast(int, self.cb_config.max_requests_per_batch))
-        self._sizes: list[int] = []
-        """The sizes of decode that a warm-up was for."""
-        self._made_up = 0
-        """The size of the batch that is being made up; 0: none is."""
+        self._sizes: list[int] = []  # the sizes of decode that a warm-up was for
+        self._made_up = 0  # the size of the batch that is being made up; 0: none is
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         is_spread = len(self.cache.weights.devices) > 1

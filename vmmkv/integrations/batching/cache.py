@@ -17,14 +17,12 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from ...errors import UnsupportedAttentionError, UnsupportedError
 from .config import ALIKE, block_bytes
-from .groups import Group, Options, bytes_of_token, make_caches
+from .groups import Group, LeftToAttention, Options, bytes_of_token, make_caches
 from .packed import Packed, append_and_attend, kept_in
 from .requests import Ranks, Requests
 from .weights import Weights
-from .whole_layers import LeftToAttention
 
-MAX_BATCH_TOKENS = 8192
-"""Tokens of a forward pass at most, as transformers has it without a setting."""
+MAX_BATCH_TOKENS = 8192  # tokens of a forward pass at most, as transformers has it without a setting
 WARMUP = "__warmup_"
 """How transformers names the requests that it makes up for a warm-up; their tokens were never computed."""
 
@@ -46,13 +44,10 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     ) -> None:
         batching, ranks = continuous_batching_config, Ranks(distributed_helper)
         self.device, self.options, self.weights, self._groups = torch.device(device), options, weights, groups
-        self.stream: Any = None
-        """The stream of forward passes."""
+        self.stream: Any = None  # the stream of forward passes
         self.kv_caches = make_caches(options, groups, batching, ranks)
-        windows, has_host = [group.window for group in groups], all(cache.host_tier for cache in self.kv_caches)
-        self.requests = Requests(
-            self.kv_caches, windows, weights, ranks, reuse=batching.allow_block_sharing, has_host=has_host
-        )
+        windows = [group.window for group in groups]
+        self.requests = Requests(self.kv_caches, windows, weights, ranks, reuse=batching.allow_block_sharing)
         ranks.check_alike(  # else processes would choose other requests, or see other tokens
             page_size=self.kv_caches[0].pool.page_size,
             bytes_of_a_token=bytes_of_token(groups),
@@ -65,8 +60,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             for index, (group, cache) in enumerate(zip(groups, self.kv_caches))
             for number, layer in enumerate(group.layers)
         }
-        self._packed: dict[int, Packed] = {}
-        """By layer group: where the tokens of the current pass are."""
+        self._packed: dict[int, Packed] = {}  # by layer group: where the tokens of the current pass are
         self._counts: tuple[int, int] | None = None
         """Sequences of the next pass, and those with more than one new token; None: as many as its tensors have room
         for, as in a CUDA graph, which serves other batches too."""
@@ -131,10 +125,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         self._commit(request_id)
         with stream_context(self.stream):
-            if no_cache:  # it is being offloaded, or started anew
-                self.requests.put_away(request_id)
-            else:
-                self.requests.end(request_id)
+            self.requests.end(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         self._counts = None  # a warm-up may follow
@@ -264,26 +255,10 @@ class GroupRows:
 
 
 class RowOffloading(OffloadingManager):
-    """Moves requests to host memory, or has them begin anew: `RowCache.free_blocks` has moved them already."""
-
-    cache: RowCache
+    """Has requests begin anew where memory is short. What they had computed are prefixes, which may go to the host."""
 
     def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
         super().__init__(cpu_offload_space_gib=0.0, **kwargs)
 
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
         return 0
-
-    def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
-        moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
-        for state in victims:
-            state.is_cpu_offloaded = state.request_id in moved
-        return moved
-
-    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
-        for future_state in requests_in_batch:
-            future_state.state.is_cpu_offloaded = False  # `Requests.admit` has brought its tokens back
-
-    def free_request_cpu_cache(self, state: RequestState) -> None:
-        self.cache.requests.end_anywhere(state.request_id)
-        state.is_cpu_offloaded = False

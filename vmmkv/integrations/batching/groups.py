@@ -19,12 +19,14 @@ from ...errors import DeviceError, UnsupportedError
 from ...layout import KVLayout
 from ...pool import FramePool
 from ..attention import kernels_take
-from ..scaled_states import check_quantizable
+from ..states import check_quantizable
 from .config import budget, host_bytes
 from .requests import Ranks
-from .whole_layers import CACHE, LeftToAttention
 
 logger = logging.get_logger(__name__)
+
+CACHE = "vmmkv_cache"
+"""The keyword by which attention is told of a cache: transformers' own, `cache`, does not reach it since 5.24."""
 
 
 @dataclass(frozen=True)
@@ -41,31 +43,29 @@ class Options:
 
 
 class Group(NamedTuple):
-    """Layers on a device that attend to as many tokens.
+    """Layers on a device that attend to as many tokens."""
 
-    Attributes:
-        name: transformers' name of their kind.
-        layers: their numbers.
-        window: tokens that a token attends to, itself included; 0: all before it.
-        layout: what they keep of a token.
-        has_kernels: there are kernels for all layers of the model.
-        device: where they are.
-    """
-
-    name: str
+    name: str  # transformers' name of their kind
     layers: list[int]
-    window: int
+    window: int  # tokens that a token attends to, itself included; 0: all before it
     layout: KVLayout
-    has_kernels: bool
+    has_kernels: bool  # there are kernels for all layers of the model
     device: torch.device
+
+
+class LeftToAttention:
+    """In the place of a cache: models hand K and V to it before attention since transformers 5.24."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
+        """Return K and V as they are: attention writes them."""
+        return key, value
 
 
 class Probe(LeftToAttention):
     """In the place of a cache: learns what layers keep of a token."""
 
     def __init__(self) -> None:
-        self.layers: list[int] = []
-        """Each layer that attended, as often as it did."""
+        self.layers: list[int] = []  # each layer that attended, as often as it did
         self.kept: dict[int, tuple[torch.device, int, int, int]] = {}
         """By layer: its device, KV heads, the width of K, and of V."""
         self.dtypes: set[torch.dtype] = set()
@@ -81,15 +81,8 @@ class Probe(LeftToAttention):
 
 
 def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Group]:
-    """The layer groups of a model, those of a device one behind the other.
-
-    Args:
-        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
-
-    Raises:
-        DtypeError: K and V cannot be kept in `kv_dtype`.
-        UnsupportedError: not all layers keep K and V of their own, of one dtype, or they ask a cache for more.
-    """
+    """The layer groups of a model, those of a device one behind the other. `kv_dtype` is the 8-bit format that K and V
+    are kept in, with scales; None: their own dtype."""
     config, probe = model.config.get_text_config(), Probe()
     try:
         kinds = their_cache.group_layers_by_attn_type(config)
@@ -171,15 +164,8 @@ def not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
     )
 
 
-# ---------------------------------------------------------------------- caches
-
-
 def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks) -> list[KVCache]:
-    """Make the cache of each group, those of a device on one pool, with the same limit in every process.
-
-    Args:
-        config: the `ContinuousBatchingConfig`.
-    """
+    """Make the cache of each group, those of a device on one pool, with the same limit in every process."""
     caches: list[KVCache] = []
 
     def make() -> int:

@@ -17,20 +17,22 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, dra
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
-from ..request_checks import (
+from .attention import borrow, give_back
+from .batches import forget_graphs
+from .cache import RowCache
+from .config import (
     check_generation,
     check_length,
+    check_processors,
     check_sampling,
+    compiles,
     end_ids,
     token_ids,
     vocabulary_of,
+    with_defaults,
+    with_names,
     within_vocabulary,
 )
-from ..with_names import with_names
-from .attention import borrow, compile_layers_whole, give_back
-from .batches import forget_graphs
-from .cache import RowCache
-from .config import check_processors, compiles, with_defaults
 from .groups import Options, can_be_captured, check_pool, devices_of, groups_of
 from .processor import RowProcessor
 from .requests import Ranks
@@ -40,8 +42,16 @@ from .weights import Weights
 logger = logging.get_logger(__name__)
 
 
-started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()
-"""By model: the managers that were started."""
+started: WeakKeyDictionary[Any, WeakSet[RowManager]] = WeakKeyDictionary()  # by model: the managers that were started
+
+
+def settings(config: Any) -> str:
+    """A text that differs between a persistent manager's config and one that asks for something else; new tokens are
+    each call's."""
+    told = {name: value for name, value in sorted(vars(config).items()) if name != "max_new_tokens"}
+    if isinstance(config, GenerationConfig):
+        told["eos_token_id"] = end_ids(config.eos_token_id)
+    return repr(told)
 
 
 class RowManager(their_api.ContinuousBatchingManager):
@@ -56,34 +66,28 @@ class RowManager(their_api.ContinuousBatchingManager):
         continuous_batching_config: Any,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
+        made_by = settings(generation_config), settings(continuous_batching_config)
         config = with_defaults(continuous_batching_config, model.device)
         check_generation(generation_config)
         # A copy: logits processors are made for it, and the caller may change its own.
         generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
         self._processor: RowProcessor | None = None
-        self._asleep: ExitStack | None = None
-        """What ends a sleep, while requests wait for that."""
-        self._sleeping = threading.Lock()
-        """Guards it."""
-        self._pauses = 0
-        """How many callers have the model."""
-        self._pausing = threading.Lock()
-        """Guards their number."""
+        self._asleep: ExitStack | None = None  # what ends a sleep, while requests wait for that
+        self._sleeping = threading.Lock()  # guards it
+        self._pauses = 0  # how many callers have the model
+        self._pausing = threading.Lock()  # guards their number
         self._starting = threading.Lock()
-        self.asked = copy.deepcopy(continuous_batching_config)
-        """The config that it was made for; a caller may keep the manager for others."""
+        self.made_by = made_by  # the settings that it was made for; a caller may keep the manager for others
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)
             check_processors(self.logit_processor.logits_processor)
-            self._is_compiled = compiles(config, self.model.config)
-            if self._is_compiled and len(devices_of(self.groups)) > 1:
+            if compiles(config, self.model.config) and len(devices_of(self.groups)) > 1:
                 raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
             self._weights = Weights(model)
             resolved = self.continuous_batching_config
             resolved.decode_compile_config = config.decode_compile_config  # transformers drops it with its own kernels
             resolved.max_blocks_per_request = 1  # a row
-            self._compile_layers()
             is_told = continuous_batching_config.use_cuda_graph is not None
             resolved.use_cuda_graph = self._may_capture(model, is_told)
         except BaseException:
@@ -100,10 +104,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         borrow(model, self)
         self.groups = groups_of(model, self.options.kv_dtype)
         check_pool(self.options.pool, self.groups)
-
-    def _compile_layers(self) -> None:
-        if self._is_compiled:
-            compile_layers_whole(self.model)
 
     def _may_capture(self, model: Any, is_told: bool) -> tuple[bool, bool]:
         """Whether passes with prompts, and those of decode, can be CUDA graphs: tried out unless a config says so."""
@@ -122,7 +122,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         with self._starting:
             self._check_idle("start")
             self.switch_to_cb_friendly_attn(self.model)  # `stop` has given it back
-            self._compile_layers()
             self._weights.change()
             is_same = self.batch_processor is None or self._made_for == self._found()
             if not Ranks(self.distributed_helper).least(is_same):
@@ -185,15 +184,16 @@ class RowManager(their_api.ContinuousBatchingManager):
         return True
 
     def _check_may_sleep(self, offload: bool) -> None:
-        """Move requests to host memory, or raise `BusyError` if there are some."""
+        """Have requests begin anew later, or raise `BusyError` if there are some."""
         Ranks(self.distributed_helper).least(0)  # fails in time where other processes do not sleep
         running = cast(RowProcessor, self._processor)
+        active = [*running.scheduler.active_requests.values()]
         if offload:
-            running.cache.requests.put_all_away()
-        elif running.scheduler.active_requests:
+            running.scheduler.give_way(active)
+        elif active:
             raise BusyError(
-                f"asked a manager to sleep that runs {len(running.scheduler.active_requests)} requests; wait until "
-                "they are done, or ask for offload=True"
+                f"asked a manager to sleep that runs {len(active)} requests; wait until they are done, or ask for "
+                "offload=True"
             )
 
     def _trim(self) -> int:
@@ -276,7 +276,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Have the model again, which callers may have changed."""
         self.model.eval()
         borrow(self.model, self)
-        self._compile_layers()
         self._weights.change()
         if processor is not None and self._made_for != (found := self._found()):
             self._made_for = found
@@ -299,13 +298,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         eos_token_id: Any = None,
         **kwargs: Any,
     ) -> str | None:
-        """Add a request.
-
-        Raises:
-            SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or unknown ones; or a name or a number that would end all requests.
-            StoppedError: the manager was stopped, or has ended with an error.
-        """
+        """Add a request."""
         ids = token_ids(input_ids, vocabulary_of(self.model))
         new = self._new_tokens(ids, max_new_tokens)
         if not isinstance(request_id, str | None):

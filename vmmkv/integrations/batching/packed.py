@@ -6,8 +6,6 @@ every length. Elsewhere by torch, one sequence after another.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,29 +13,19 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...cache import KVCache
-from ...kernels import RotateHalf, append, decode, mixed
-from ...kernels.checks import ALIGNMENT
+from ...kernels import append, decode, mixed
 from ...kernels.quantized import dequantize, quantize
 from ..attention import kernels_take
-from .rotation import Rotation, as_rotated, rotation_of
 
 
 class Packed(NamedTuple):
-    """Where the tokens of a batch are: int32 tensors on its device.
+    """Where the tokens of a batch are: int32 tensors on its device."""
 
-    Attributes:
-        cu_seqlens: `[batch + 1]`, where the new tokens of each sequence begin; those behind the last are padding.
-        rows: `[batch]`, the row of each sequence.
-        starts: `[batch]`, its tokens, new ones left out.
-        lengths: `[batch]`, its tokens, new ones included.
-        max_prompts: the most sequences that have more than one new token; 0: each has one.
-    """
-
-    cu_seqlens: Tensor
-    rows: Tensor
-    starts: Tensor
-    lengths: Tensor
-    max_prompts: int
+    cu_seqlens: Tensor  # `[batch + 1]`, where new tokens of each sequence begin; those behind the last are padding
+    rows: Tensor  # `[batch]`, the row of each sequence
+    starts: Tensor  # `[batch]`, its tokens, new ones left out
+    lengths: Tensor  # `[batch]`, its tokens, new ones included
+    max_prompts: int  # the most sequences that have more than one new token; 0: each has one
 
     def news(self) -> list[tuple[int, int, slice]]:
         """Of each sequence the row, the tokens before the new ones, and where these are."""
@@ -61,53 +49,24 @@ def kept_in(cache: KVCache, layer: int) -> Kept:
 
 
 def append_and_attend(query: Tensor, key: Tensor, value: Tensor, kept: Kept, batch: Packed, **options: Any) -> Tensor:
-    """Write K and V of new tokens into rows, and attend to all tokens of their sequences.
+    """Write K and V of new tokens into rows, and attend to all tokens of their sequences: `[1, tokens, num_heads,
+    v_head_dim]`.
 
     Args:
-        query, key, value: `[1, heads, tokens, head_dim]`; the first two may be `Unrotated`.
+        query, key, value: `[1, heads, tokens, head_dim]`.
         options: those of `attend`.
-
-    Returns:
-        `[1, tokens, num_heads, v_head_dim]`
     """
-    rotation, angles = rotation_of(query, key), None
-    if rotation is not None and can_rotate(rotation, value):
-        query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
-    query, key, value = (as_rotated(each).squeeze(0).transpose(0, 1) for each in (query, key, value))
-    return attend(write(query, key, value, kept, batch, angles), kept, batch, **options).unsqueeze(0)
+    query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    write(key, value, kept, batch)
+    return attend(query, kept, batch, **options).unsqueeze(0)
 
 
-def can_rotate(rotation: Rotation, value: Tensor) -> bool:
-    """Whether a kernel can rotate queries and keys as they lie, on the way into rows."""
-    return kernels_take(rotation.key, value) and in_vectors(rotation)
-
-
-def in_vectors(rotation: Rotation) -> bool:
-    """Whether queries, keys and the halves of angles lie in whole vectors of the kernel."""
-    query, key, cos, sin = rotation.query, rotation.key, rotation.cos, rotation.sin
-    if cos.shape[2] % 2 or any(states.stride(-1) != 1 for states in (query, key, cos, sin)):
-        return False
-    strides = *query.stride()[1:3], *key.stride()[1:3], cos.stride(1), sin.stride(1)
-    sizes = functools.reduce(operator.or_, strides, cos.shape[2] // 2) * key.itemsize
-    addresses = query.data_ptr() | key.data_ptr() | cos.data_ptr() | sin.data_ptr()
-    return not (sizes | addresses) % ALIGNMENT
-
-
-def write(
-    query: Tensor, key: Tensor, value: Tensor, kept: Kept, batch: Packed, angles: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Write K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows; returns the queries, `[tokens,
-    num_heads, head_dim]`. With cos and sin, `[tokens, rotary_dim]`, K and the queries are rotated."""
+def write(key: Tensor, value: Tensor, kept: Kept, batch: Packed) -> None:
+    """Write K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows."""
     k, v, k_scales, v_scales = kept
-    places = k, v, batch.rows, batch.starts, batch.cu_seqlens
-    if angles is not None:
-        rotated = torch.empty_like(query)  # the model may still use its own
-        rotary = RotateHalf(query, rotated, *angles)
-        append(key, value, *places, rotary=rotary, k_scales=k_scales, v_scales=v_scales)
-        return rotated
     if kernels_take(key, value):
-        append(key, value, *places, k_scales=k_scales, v_scales=v_scales)
-        return query
+        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens, k_scales=k_scales, v_scales=v_scales)
+        return
     for row, start, new in batch.news():
         there = row, slice(start, start + new.stop - new.start)
         for given, states, scales in ((key, k, k_scales), (value, v, v_scales)):
@@ -115,7 +74,6 @@ def write(
                 states[there] = given[new]
             else:
                 states[there], scales[there] = quantize(given[new], states.dtype)
-    return query
 
 
 def attend(

@@ -12,14 +12,13 @@ from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.utils import drain_queue
 
 from ...errors import UnsupportedAttentionError
-from ..with_names import with_names
 from .attention import NAME
 from .batches import RowBatch, RowBatchesAhead, RowRunner, sides
 from .cache import RowCache, RowOffloading
+from .config import with_names
 from .scheduler import RowScheduler, children_of
 
-MANY_TOKENS = 1 << 40
-"""More than a forward pass can read: attention reads rows, not copies of them."""
+MANY_TOKENS = 1 << 40  # more than a forward pass can read: attention reads rows, not copies of them
 STUCK = "No requests can be scheduled and no requests can be offloaded."
 """transformers' error where no request can go on for want of memory."""
 
@@ -106,7 +105,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         if self._take_tokens() or self.scheduler.keeps_its_memory():
             pass  # requests that end with these tokens leave memory; those of other managers give way, or end
         elif self.cache.requests.others_hold_memory():
-            self.scheduler.give_way()  # their memory may come yet, and others may wait for ours
+            # Their memory may come yet, and others may wait for ours.
+            self.scheduler.give_way([state for state, _ in self.scheduler.starved_requests])
         else:
             self._end_first_without_room()
 
@@ -135,14 +135,12 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         before = set(self.scheduler.active_requests)
         self.scheduler.forget_parents_that_are_gone()
         super().update_batch()
-        if done := before - self.scheduler.active_requests.keys():
+        if before - self.scheduler.active_requests.keys():
             self.scheduler.end_turn()
-        for name in done:
-            self.cache.requests.end_anywhere(name)  # one that was put away while the batch with its last token ran
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
-        self.cache.requests.end_all()  # in host memory as well
+        self.cache.requests.end_all()
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         """Tell the callers of a request, and of those that were to fork from it, that it failed."""

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from ...cache import KVCache
-from ...errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, RankFailedError, UnsupportedError
+from ...errors import OutOfPagesError, OutOfRowsError, RankFailedError, UnsupportedError
 from ...sequence import Sequence
 from .weights import Weights
 
 NO_ROOM = (OutOfPagesError, OutOfRowsError)
-FAILED = -float("inf")
-"""What a process that fails contributes to a minimum."""
+FAILED = -float("inf")  # what a process that fails contributes to a minimum
 
 
 class Ranks:
@@ -70,51 +69,34 @@ class Request:
     """A sequence for each layer group."""
 
     sequences: list[Sequence]
-    switches: int
-    """How often adapters had changed when the request began."""
-    tokens: int = 0
-    """Tokens that every sequence holds."""
-    known: int = 0
-    """Tokens that other requests may begin with."""
-    is_away: bool = False
-    """The tokens are in host memory."""
+    switches: int  # how often adapters had changed when the request began
+    tokens: int = 0  # tokens that every sequence holds
+    known: int = 0  # tokens that other requests may begin with
 
     def __post_init__(self) -> None:
         self.rows = [each.index for each in self.sequences]
 
 
 class Requests:
-    """The requests of an engine.
-
-    Args:
-        caches: the cache of each layer group.
-        windows: of each, the tokens that a token attends to, itself included; 0: all before it.
-        reuse: requests begin with cached prefixes, and leave theirs. Not with windows: their first tokens are gone.
-        has_host: the caches have host memory.
-    """
+    """The requests of an engine, on the cache and window of each layer group (0: all tokens). With `reuse` they begin
+    with cached prefixes, and leave theirs; not with windows, whose first tokens are gone."""
 
     def __init__(
-        self, caches: list[KVCache], windows: list[int], weights: Weights, ranks: Ranks, *, reuse: bool, has_host: bool
+        self, caches: list[KVCache], windows: list[int], weights: Weights, ranks: Ranks, *, reuse: bool
     ) -> None:
         self.caches, self._windows, self._weights, self._ranks = caches, windows, weights, ranks
-        self.reuse, self._has_host = reuse and not any(windows), has_host
+        self.reuse = reuse and not any(windows)
         pools = dict.fromkeys(cache.pool for cache in caches)
         self.pools = [[cache for cache in caches if cache.pool is pool] for pool in pools]
         """The caches on each pool; there is one pool for each device."""
         self._requests: dict[str, Request] = {}
-        self._grown: set[str] = set()
-        """Requests that were given room for their next token when the step began."""
-        self._is_full = False
-        """A request could not begin in this step; those behind it wait as well."""
+        self._grown: set[str] = set()  # requests that were given room for their next token when the step began
+        self._is_full = False  # a request could not begin in this step; those behind it wait as well
         self._is_refused = False
         """The driver has refused pages that the limit allows, and no request has freed pages since."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._requests
-
-    def is_away(self, name: str) -> bool:
-        """Whether the tokens of a request are in host memory."""
-        return name in self._requests and self._requests[name].is_away
 
     def rows(self, name: str) -> list[int]:
         """The row of a request in each layer group."""
@@ -123,14 +105,11 @@ class Requests:
     # ------------------------------------------------------------------ begin and grow
 
     def begin_step(self, decoding: Iterable[tuple[str, int]]) -> None:
-        """Make room for one token in each request that decodes, in all of them or none, by one call for each cache.
-
-        Args:
-            decoding: the names of these requests, and the tokens that they hold.
-        """
+        """Make room for one token in each request that decodes, by its name and the tokens that it holds: in all or
+        none, by one call for each cache."""
         self._is_full, self._grown = False, set()
         known = ((name, held, self._requests.get(name)) for name, held in decoding)
-        growing = {name: each for name, held, each in known if each and each.tokens == held and not each.is_away}
+        growing = {name: each for name, held, each in known if each and each.tokens == held}
         _, has_room = self._ranks.attempt(partial(self._grow_together, [*growing.values()])) if growing else (1, 1)
         for request in growing.values():
             if has_room:
@@ -149,15 +128,8 @@ class Requests:
         return False
 
     def begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> int | None:
-        """Start a request with the cached prefix of its tokens.
-
-        Args:
-            expected: tokens that the request will have soon.
-            token_ids: its first tokens; None: it begins empty.
-
-        Returns:
-            how many tokens it begins with; None if there is no room.
-        """
+        """Start a request, which will have `expected` tokens soon, with the cached prefix of its first tokens. Returns
+        how many tokens it begins with; None if there is no room."""
         self.end(name)  # of a step in which it had no room
         if self._is_full:
             return None
@@ -199,24 +171,18 @@ class Requests:
 
     def _make_room(self, name: str, held: int, tokens: int) -> bool:
         request = self._requests[name]
-        if request.is_away and min(self._left(self._pages_to_return(request, tokens), self._available())) < 0:
-            return False
         here, has_room = self._ranks.attempt(partial(self._grow_here, request, held, tokens))
         if has_room:
-            request.tokens, request.is_away = tokens, False
+            request.tokens = tokens
             return True
         _shrink(request, held)
         request.tokens = min(request.tokens, held)
-        if request.is_away:
-            _suspend(request.sequences)
         if not here:
             self._is_refused |= all(map(operator.le, self.pages_missing(name, tokens), self._available()))
         return False
 
     def _grow_here(self, request: Request, held: int, tokens: int) -> bool:
         with suppress(*NO_ROOM):
-            for sequence in request.sequences:
-                sequence.resume()
             for sequence, window in zip(request.sequences, self._windows):
                 if sequence.length > held:
                     sequence.truncate(held)  # the pages behind may be shared by now
@@ -231,7 +197,7 @@ class Requests:
         """Whether a request that has computed `tokens` tokens should commit them: those of a full page, and all when it
         is over. A request that was computed with several adapters never does."""
         request = self._requests.get(name)
-        if not self.reuse or request is None or request.is_away or request.switches != self._weights.switches():
+        if not self.reuse or request is None or request.switches != self._weights.switches():
             return False
         records = {(cache.page_size, size) for cache in self.caches for size in cache.layout.record_bytes}
         return is_over or any(request.known * size // page < tokens * size // page for page, size in records)
@@ -247,9 +213,9 @@ class Requests:
     def fork(self, name: str, children: list[str]) -> list[str]:
         """Start requests that hold what this one holds, as many as there is room for; returns which."""
         parent = self._requests[name]
-        _, count = self._ranks.attempt(partial(self._fork_here, parent, [] if parent.is_away else children))
+        _, count = self._ranks.attempt(partial(self._fork_here, parent, children))
         for child in children[int(count) :]:
-            self.end_anywhere(child)
+            self.end(child)
         return children[: int(count)]
 
     def _fork_here(self, parent: Request, children: list[str]) -> int:
@@ -261,51 +227,16 @@ class Requests:
 
     # ------------------------------------------------------------------ end
 
-    def put_away(self, name: str) -> bool:
-        """Move the tokens of a request to host memory, or end it without room; returns whether they are there."""
-        if (request := self._requests.get(name)) is None:
-            return False
-        self._is_refused = False
-        _, moved = self._ranks.attempt(lambda: self._has_host and _suspend(request.sequences))
-        request.is_away = bool(moved)
-        if not moved:
-            self.end_anywhere(name)
-        return request.is_away
-
-    def put_all_away(self) -> None:
-        """Move the tokens of all requests to host memory: each comes back when it goes on.
-
-        Raises:
-            OutOfHostMemoryError: there is no room for all. Requests that were moved come back as well.
-        """
-        self._is_refused = False
-        here = [request for request in self._requests.values() if not request.is_away]
-        for request in here:
-            _, moved = self._ranks.attempt(partial(_suspend, request.sequences))
-            request.is_away = True
-            if not moved:
-                _, is_back = self._ranks.attempt(partial(_resume, request.sequences))
-                request.is_away = not is_back  # others may have taken what it held
-                raise OutOfHostMemoryError(
-                    f"asked to move {len(here)} requests to host memory, which has no room for all; give the "
-                    "ContinuousBatchingConfig a larger cpu_offload_space"
-                )
-
     def end(self, name: str) -> None:
-        """End a request, if there is one of this name, unless its tokens are in host memory."""
-        if not self.is_away(name):
-            self.end_anywhere(name)
-
-    def end_anywhere(self, name: str) -> None:
-        """End a request, if there is one of this name, wherever its tokens are."""
+        """End a request, if there is one of this name."""
         if request := self._requests.pop(name, None):
-            self._is_refused &= request.is_away or not any(each.length for each in request.sequences)
+            self._is_refused &= not any(each.length for each in request.sequences)
             _free(request.sequences)
 
     def end_all(self) -> None:
         """End all requests."""
         for name in list(self._requests):
-            self.end_anywhere(name)
+            self.end(name)
 
     def trim(self) -> int:
         """Give memory without tokens of requests back to the system, and cached prefixes with it; returns its bytes."""
@@ -320,16 +251,8 @@ class Requests:
     def pages_missing(self, name: str, tokens: int) -> list[int]:
         """Pages that a request needs for `tokens` tokens beyond those that it has, on each pool."""
         request = self._requests.get(name)
-        had = self._pages(0 if request is None or request.is_away else request.tokens)
+        had = self._pages(0 if request is None else request.tokens)
         return [max(wanted - pages, 0) for wanted, pages in zip(self._pages(tokens), had)]
-
-    def _pages_to_return(self, request: Request, tokens: int) -> list[int]:
-        """Pages that a request needs to come back from the host with `tokens` tokens, on each pool."""
-        starts = {each.cache: each.start for each in request.sequences}
-        return [
-            wanted - sum(starts[each] * size // each.page_size for each in caches for size in each.layout.record_bytes)
-            for wanted, caches in zip(self._pages(tokens), self.pools)
-        ]
 
     def _available(self) -> list[int]:
         """Pages without tokens of requests, on each pool; none as long as the driver refuses some."""
@@ -364,8 +287,9 @@ class Requests:
         """Whether other users of a pool, in any process, hold memory of it."""
         most = 0
         for caches in self.pools:
-            stats, own = caches[0].pool.stats(), sum(cache.stats().pages["used"] for cache in caches)
-            most = max(most, stats.used_bytes - own * caches[0].page_size, stats.leased_bytes)
+            pool, own = caches[0].pool, sum(cache.stats().pages["used"] for cache in caches)
+            stats, elsewhere = pool.stats(), pool.lender.used_by_others if pool.lender else 0
+            most = max(most, stats.used_bytes - own * pool.page_size, stats.leased_bytes, elsewhere)
         return self._ranks.least(-most) < 0
 
     def no_room_for(self, name: str, tokens: int) -> OutOfPagesError:
@@ -389,7 +313,7 @@ def _leave_window(sequences: list[Sequence], window: int) -> None:
 def _shrink(request: Request, tokens: int) -> None:
     """Have a request hold no more than so many tokens on rows."""
     for each in request.sequences:
-        if not each.is_suspended and each.length > tokens:
+        if each.length > tokens:
             each.truncate(tokens)
 
 
@@ -402,25 +326,6 @@ def _all_or_none(makers: Iterable[Callable[[], Sequence]]) -> list[Sequence]:
         return made
     _free(made)
     return []
-
-
-def _suspend(sequences: list[Sequence]) -> bool:
-    """Move sequences to host memory; returns whether all are there."""
-    with suppress(OutOfHostMemoryError):
-        for each in sequences:
-            if not each.is_suspended:
-                each.suspend()
-        return True
-    return False
-
-
-def _resume(sequences: list[Sequence]) -> bool:
-    """Bring sequences back from host memory; returns whether there was room for all."""
-    with suppress(*NO_ROOM):
-        for each in sequences:
-            each.resume()
-        return True
-    return False
 
 
 def _free(sequences: list[Sequence]) -> None:

@@ -23,11 +23,9 @@ from .cache import RowCache
 CHILD = "__child#"
 """In names of requests that fork from one: between its own and a number."""
 NEVER = float("inf")
-_stuck = itertools.count()
-"""Numbers schedulers in the order in which they get stuck."""
+_stuck = itertools.count()  # numbers schedulers in the order in which they get stuck
 _on_pool: WeakKeyDictionary[FramePool, WeakSet[RowScheduler]] = WeakKeyDictionary()
-_lock = threading.Lock()
-"""Guards the schedulers on each pool."""
+_lock = threading.Lock()  # guards the schedulers on each pool
 
 
 class Cancelled(str):
@@ -54,10 +52,8 @@ class RowScheduler(Scheduler):
     """Chooses requests, with a scheduler of transformers'."""
 
     cache: RowCache
-    handlers: dict[str, Any]
-    """By request: the callback that its results go to."""
-    stuck: float = NEVER
-    """The number of its turn, once it is stuck."""
+    handlers: dict[str, Any]  # by request: the callback that its results go to
+    stuck: float = NEVER  # the number of its turn, once it is stuck
 
     def reset(self) -> None:
         super().reset()
@@ -137,10 +133,10 @@ class RowScheduler(Scheduler):
             return self.starved_requests[0][0]
         return self.waiting_requests[self.waiting_requests_order[0]]
 
-    def give_way(self) -> None:
-        """Have requests that cannot grow begin anew later, with the tokens that they have by now as their prompt."""
+    def give_way(self, states: list[RequestState]) -> None:
+        """Have active requests begin anew later, with the tokens that they have by now as their prompt."""
         self.end_turn()
-        for state, _ in self.starved_requests:
+        for state in states:
             again = state.create_equivalent_initial_request()
             state.status = RequestStatus.FINISHED
             self.finish_request(state.request_id)

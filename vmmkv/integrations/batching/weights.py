@@ -18,12 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Weights:
-    """The weights and adapters of a model.
-
-    Attributes:
-        addresses: where the weights are in memory; CUDA graphs read them there.
-        devices: the devices that they are on.
-    """
+    """The weights and adapters of a model. CUDA graphs read weights where they were, at their `addresses`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._changes, self._switches = model, 0, 0
@@ -91,10 +86,8 @@ class Weights:
         return repr((self._changes, sum(each._version for each in self._counting), self._adapters()))
 
 
-_watching: list[weakref.ref[Weights]] = []
-"""The weights that are told of registrations."""
-_lock = threading.RLock()
-"""Guards that list, and how many walks are to come."""
+_watching: list[weakref.ref[Weights]] = []  # the weights that are told of registrations
+_lock = threading.RLock()  # guards that list, and how many walks are to come
 
 
 def _note(parent: torch.nn.Module, *_: object) -> None:

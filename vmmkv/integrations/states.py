@@ -1,7 +1,7 @@
-"""`ScaledStates`: K or V kept as 8-bit numbers and their scales, which looks like the K or V that a model gave.
+"""K and V that look like those a model gave, and are not: `ScaledStates` are kept as 8-bit numbers and their scales,
+`WholeRows` have memory for live tokens only, and nothing but vmmkv's attention can read them.
 
-vmmkv's attention reads numbers and scales; for every other operation they are dequantized. `vmmkv.kernels.quantized`
-says how numbers are made.
+`vmmkv.kernels.quantized` says how numbers are made.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import DtypeError, UnsupportedError
+from ..errors import DtypeError, UnsupportedAttentionError, UnsupportedError
 from ..kernels.checks import ATTENTION_DTYPES
 from ..kernels.quantized import dequantize, quantize
+from .masks import NAME
 
-PIECE = 1 << 22
-"""Numbers that are rounded, or made wide, at a time, which takes a few times 16 MiB in fp32."""
+PIECE = 1 << 22  # numbers that are rounded, or made wide, at a time, which takes a few times 16 MiB in fp32
 
 
 def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -27,7 +28,7 @@ def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         raise DtypeError(f"got K and V as {dtype} to keep as {kv_dtype}; they must be one of {known}")
 
 
-class ScaledStates(torch.Tensor):
+class ScaledStates(Tensor):
     """K or V, by its shape `[batch, num_kv_heads, tokens, head_dim]`, of which 8 bits of each number are kept.
 
     Each operation works on a copy of all of it, in its dtype. It cannot be written to. Compilers and CUDA graphs see
@@ -39,20 +40,20 @@ class ScaledStates(torch.Tensor):
         dtype: of K and V in the model.
     """
 
-    numbers: torch.Tensor
-    scales: torch.Tensor
+    numbers: Tensor
+    scales: Tensor
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
 
     @staticmethod
-    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> ScaledStates:
-        make: Callable[..., ScaledStates] = torch.Tensor._make_wrapper_subclass
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> ScaledStates:
+        make: Callable[..., ScaledStates] = Tensor._make_wrapper_subclass
         return make(cls, numbers.shape, dtype=dtype, device=numbers.device)
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
         self.numbers, self.scales = numbers, scales
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized(self) -> Tensor:
         """A copy, in its dtype."""
         states = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for here in _pieces(self.numbers):
@@ -64,7 +65,7 @@ class ScaledStates(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(
-        cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+        cls, tensors: dict[str, Tensor], dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
     ) -> ScaledStates:
         return cls(tensors["numbers"], tensors["scales"], dtype)
 
@@ -113,7 +114,7 @@ def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return any(isinstance(leaf, ScaledStates) for leaf in tree_leaves(written))
 
 
-def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+def write_quantized(states: Tensor, numbers: Tensor, scales: Tensor) -> None:
     """Writes K or V as 8-bit numbers and their scales, all three as in `ScaledStates`: the bits that the append kernel
     writes, where it cannot run."""
     for here in _pieces(states):
@@ -121,8 +122,66 @@ def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.T
         numbers[:, :, here], scales[:, :, here] = new_numbers, new_scales
 
 
-def _pieces(states: torch.Tensor) -> Iterator[slice]:
+def _pieces(states: Tensor) -> Iterator[slice]:
     """Tokens of K or V, `[batch, num_kv_heads, tokens, head_dim]`, some at a time."""
     tokens = states.shape[2]
     step = max(PIECE * tokens // max(states.numel(), 1), 1)
     return (slice(first, first + step) for first in range(0, tokens, step))
+
+
+class WholeRows(Tensor):
+    """K or V, by its shape `[batch, num_kv_heads, max_seq_len, head_dim]`, for kernels that are told the lengths.
+
+    All else would read on to where no memory is, and end the process: nothing can be computed with it. Compilers and
+    CUDA graphs see its two tensors, and have its window as a constant.
+
+    Args:
+        states: the rows.
+        lengths: int32 `[batch]`, the tokens so far, the newest ones included.
+        window: tokens that a token attends to, itself included; None: all.
+    """
+
+    states: Tensor
+    lengths: Tensor
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, states: Tensor, lengths: Tensor, window: int | None) -> WholeRows:
+        make: Callable[..., WholeRows] = Tensor._make_wrapper_subclass
+        return make(cls, states.shape, strides=states.stride(), dtype=states.dtype, device=states.device)
+
+    def __init__(self, states: Tensor, lengths: Tensor, window: int | None) -> None:
+        self.states, self.lengths, self.window = states, lengths, window
+
+    def __tensor_flatten__(self) -> tuple[list[str], int | None]:
+        return ["states", "lengths"], self.window
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, Tensor], window: int | None, shape: Sequence[int], stride: Sequence[int]
+    ) -> WholeRows:
+        return cls(tensors["states"], tensors["lengths"], window)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> WholeRows:
+        if operation in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            rows: Any = args[0]
+            return cls(rows.states, rows.lengths, rows.window)
+        raise _unreadable(str(operation))
+
+    def data_ptr(self) -> NoReturn:
+        """Raises `UnsupportedAttentionError`."""
+        raise _unreadable("their address")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WholeRows({list(self.shape)}, lengths={self.lengths}, window={self.window})"
+
+
+def _unreadable(asked: str) -> UnsupportedAttentionError:
+    return UnsupportedAttentionError(
+        f"asked for {asked} of K or V in whole rows, which have memory for live tokens only: this VmmCache was made "
+        f"with compile=True, for models with attn_implementation={NAME!r}, and something else reads it. Undo "
+        "set_attn_implementation(), give VmmCache the config of the model that runs, or make it without compile=True"
+    )
