@@ -103,7 +103,7 @@ MODELS_OF_MODES = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "q
 @pytest.mark.usefixtures("reference_kernels")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("name", "compile"), [(name, False) for name in MODELS_OF_MODES] + [(name, True) for name in [*WIDE, *SEQ2SEQ]]
+    ("name", "compile"), [(name, False) for name in MODELS_OF_MODES] + [(name, True) for name in [*WIDE, "bart"]]
 )
 def test_modes(name: str, compile: bool, mode: str, device: str) -> None:
     if (mode in ("padded beams", "chunked prefill") and name in SEQ2SEQ) or (
@@ -390,8 +390,8 @@ def test_an_unfinished_forward_pass_is_found(name: str, earlier: list[int], comp
             run(3, cache)
         hook.remove()
         for tokens, before in ((3, 0), (1, 0), (1, sum(earlier))):
-            refused = (vmmkv.UnfinishedPassError, vmmkv.UnsupportedAttentionError)[: 1 + compile]
-            with pytest.raises(refused, match=r"reset\(\)"):
+            refused = (vmmkv.UnfinishedPassError, vmmkv.UnsupportedAttentionError)[: 1 + compile]  # for its mask
+            with pytest.raises(refused, match=r"reset\(\)|a mask that kernels do not know"):
                 run(tokens, cache, before)
     cache.reset()
     torch.testing.assert_close(run(3, cache), run(3, reference), atol=1e-4, rtol=1e-4)

@@ -333,12 +333,12 @@ def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
 
 
 def test_what_a_pool_does_not_go_with_is_refused() -> None:
-    for arguments, message in (
-        ({"max_bytes": "1GiB"}, "a pool has its own"),
-        ({"page_size": 4096}, "a pool has its own"),
-        ({"pool": "60GiB"}, "FramePool"),
+    for arguments, error, message in (
+        ({"max_bytes": "1GiB"}, ValueError, "a pool has its own"),
+        ({"page_size": 4096}, ValueError, "a pool has its own"),
+        ({"pool": "60GiB"}, vmmkv.ArgumentError, "FramePool"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(error, match=message):
             VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
 
 
