@@ -488,13 +488,13 @@ def test_each_device_has_rows_of_its_own(mixed_config: PreTrainedConfig, devices
     forward_on(devices, 3, 1, twin, copy.deepcopy(reference))
     check_same_state(cache, reference)
     made = [kv_cache.stats().pages_created for kv_cache in cache.kv_caches]
-    for moved in (devices, [1] * 6):  # the model moves between two batches
+    for moved, stays in ((devices, True), ([1] * 6, False), (devices, False)):  # between two batches, and back
         cache.reset()
         reference = DynamicCache(config=config)
         forward_on(moved, 3, 20, cache, reference)
         check_same_state(cache, reference)
         assert {kv_cache.device.index for kv_cache in cache.kv_caches} == set(moved)
-        assert moved != devices or [kv_cache.stats().pages_created for kv_cache in cache.kv_caches] == made
+        assert not stays or [kv_cache.stats().pages_created for kv_cache in cache.kv_caches] == made
     for kv_cache in cache.kv_caches:
         kv_cache.check()
 

@@ -224,6 +224,7 @@ class VmmCache(DynamicCache):
             )
             for each in behind:
                 each.join(target)
+                each.home = None
             self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
         layer.home = device
 
