@@ -79,6 +79,8 @@ def with_attentions(names: Iterable[str]) -> list[Any]:
 def test_greedy(name: str, attention: str, device: str) -> None:
     """With padding on the left, and without."""
     skip_unsupported(name, attention, device)
+    if (name, attention) == ("t5", "compile"):
+        pytest.skip("whole rows are not read with a bias of positions")
     compile = attention == "compile"
     model = tiny_model(name, "vmmkv" if compile else attention, device)
     tokens = random_tokens(model, 3, 12)
