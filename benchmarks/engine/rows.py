@@ -50,7 +50,7 @@ class VmmKV:
         self.cache = KVCache(layout, max_sequences, max_seq_len, **memory)
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
-        self.batch, self.batched = self.cache.batch(), np.empty(0, np.int64)
+        self.batch, self.batched = self.cache.batch(()), np.empty(0, np.int64)
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return bool(self.free_rows) and self.has_room(tokens + spare)
