@@ -283,6 +283,7 @@ def test_a_request_waits_for_memory_of_another_process(
         vmmkv.KVCache(layout, 1, 320, pool=other, lookahead=0, large_frames=False) as cache,
     ):
         held = cache.sequence(8 * 39)
+        soon(lambda: pool.lender.used_by_others)
         rows.enable(model, pool=pool)
         with Served(model) as served:
             served.manager.add_request(one.prompt)
