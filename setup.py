@@ -1,8 +1,10 @@
-"""Puts machine code into a wheel (see vmmkv/compiled/code.py); all else is in pyproject.toml."""
+"""Puts machine code into a wheel (see vmmkv/compiled/code.py), and README.md beside it; pyproject.toml has the rest."""
 
+import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -22,4 +24,15 @@ class BuildWithMachineCode(build_py):
             subprocess.run([sys.executable, "-P", str(script), library, str(folder)], check=True)
 
 
-setup(cmdclass={"build_py": BuildWithMachineCode})
+def readme() -> str:
+    """README.md with links that work on a page of its own: to files of the repository, and to its pictures."""
+    repository = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Source"]
+    text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", rf"\1{repository}/raw/main/", Path("README.md").read_text())
+    return re.sub(rf"(?<!!)(\[[^\]]*\]\()(?!\w+:|{repository})", rf"\1{repository}/blob/main/", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithMachineCode},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -32,7 +32,7 @@ from vmmkv.integrations import continuous_batching as rows
 
 from .engine.model import Config
 from .environment import environment
-from .generate.models import CONFIGS, build, token_bytes
+from .generate.models import CONFIGS, SIZES, build, token_bytes
 from .geometry import free_memory
 from .output import Lines, Row, deliver
 from .serve import vllm_peer
@@ -288,19 +288,8 @@ def serve_with_vllm(folder: Path | None, name: str, workload: Workload, nbytes: 
 
 def shape_of(config: Any) -> Config:
     """The shape of a model of transformers."""
-    return Config(
-        config.vocab_size,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.model_type == "qwen3",
-        config.tie_word_embeddings,
-        config.rms_norm_eps,
-        config.rope_parameters["rope_theta"],
-    )
+    options = config.model_type == "qwen3", config.tie_word_embeddings, config.rms_norm_eps
+    return Config(*(getattr(config, name) for name in SIZES[:7]), *options, config.rope_parameters["rope_theta"])
 
 
 def table(result: Row) -> Lines:

@@ -58,7 +58,7 @@ class ByHand:
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.size, self._cell = driver, driver.page_size, array("q", [0])
-        self._functions = {
+        self._functions: dict[str, Any] = {
             name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])(int(driver.table[name]))
             for name in ("create", "release", "map", "set_access", "unmap")
         }
@@ -67,6 +67,7 @@ class ByHand:
             import cuda.bindings.driver as cu
 
             self._cuda = cu
+            self._functions |= {"map": cu.cuMemMap, "unmap": cu.cuMemUnmap, "release": cu.cuMemRelease}
 
     def create(self, pages: int = 1) -> int:
         """Create memory; return its handle."""
@@ -78,10 +79,7 @@ class ByHand:
 
     def map(self, address: int, handle: int, pages: int = 1) -> None:
         """Map memory."""
-        if self._cuda:
-            self._cuda.cuMemMap(address, pages * self.size, 0, handle, 0)
-        else:
-            self._functions["map"](address, pages * self.size, 0, handle, 0)
+        self._functions["map"](address, pages * self.size, 0, handle, 0)
 
     def access(self, address: int, pages: int = 1, writable: bool = True) -> None:
         """Allow access."""
@@ -93,14 +91,8 @@ class ByHand:
 
     def unmap(self, address: int, pages: int = 1) -> None:
         """Unmap memory."""
-        if self._cuda:
-            self._cuda.cuMemUnmap(address, pages * self.size)
-        else:
-            self._functions["unmap"](address, pages * self.size)
+        self._functions["unmap"](address, pages * self.size)
 
     def release(self, handle: int) -> None:
         """Release memory."""
-        if self._cuda:
-            self._cuda.cuMemRelease(handle)
-        else:
-            self._functions["release"](handle)
+        self._functions["release"](handle)

@@ -30,7 +30,7 @@ DOCUMENTS = ("README.md", "kernels/README.md", "benchmarks/results/*.md", "docs/
 MEASURING = ("docs/benchmarks.md", "kernels/README.md", "benchmarks/results/TABLES.md", "benchmarks/results/kernels.md")
 """Documents in which every figure with a unit was measured."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
-    "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
+    "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw)
 }
 
 OPENING = "<!-- table:"

@@ -81,7 +81,10 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
         raise ValueError(f"got {name} {list(cache.shape)}; it must be [rows, tokens, num_kv_heads, head_dim]")
     if like is not None:
         if cache.shape[2:] != like.shape[-2:]:
-            raise ValueError(f"got {name} {list(cache.shape)} for {list(like.shape)}; heads or widths differ")
+            heads, width = like.shape[-2:]
+            raise ValueError(
+                f"got {name} {list(cache.shape)} for {list(like.shape)}; it must end in [{heads}, {width}]"
+            )
         _check_kind(name, cache, like.dtype, like.device)
     _check_vectors(name, cache)
 

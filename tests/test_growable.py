@@ -194,6 +194,8 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
             GrowableTensor(shape, device=device)
     with pytest.raises(vmmkv.DtypeError):
         GrowableTensor((4,), "float32", device)  # type: ignore[arg-type]
+    with pytest.raises(vmmkv.ShapeError, match=r"\[2, 5\]; it must be \[n, 3\]"):
+        grown.append(torch.ones(2, 5, device=device))
     with pytest.raises(vmmkv.ArgumentError, match="has made for itself"):
         GrowableTensor((4,), pool=grown.pool)
     with pytest.raises(ValueError, match="a pool has its own"):
@@ -206,6 +208,16 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
     for use in (lambda: grown.resize(3), grown.trim, grown.stats, lambda: grown.tensor, grown.mapped_ranges):
         with pytest.raises(vmmkv.UseAfterFreeError, match="GrowableTensor was closed"):
             use()
+
+
+def test_by_default_it_may_have_all_of_a_pool_that_others_do_not_use() -> None:
+    pool = FramePool(3 * PAGE, device="cpu", page_size=PAGE)
+    grown, other = (GrowableTensor((9 * PAGE,), torch.uint8, pool=pool) for _ in range(2))
+    grown.resize(3 * PAGE)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        other.resize(1)
+    grown.resize(0)
+    other.resize(3 * PAGE)
 
 
 def test_rows_and_shapes_at_the_limits() -> None:

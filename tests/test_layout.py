@@ -109,6 +109,8 @@ def test_impossible_geometry(arguments, says) -> None:
 def test_unknown_dtype_names_the_known_ones() -> None:
     with pytest.raises(DtypeError, match="bfloat16"):
         KVLayout(2, 4, 64, torch.float64)
+    with pytest.raises(DtypeError, match=r"'bfloat16' of type str; .* torch\.bfloat16"):
+        KVLayout(2, 4, 64, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(SCALED_DTYPES), key=str), ids=str)

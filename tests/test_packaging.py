@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -63,6 +65,55 @@ def test_every_package_is_installed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "vmmkv").rglob("__init__.py")}
     assert {*listed} == found | {"vmmkv.kernels"}
+
+
+def test_the_packages_links_lead_to_the_repository_that_the_readme_names() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    readme = (ROOT / "README.md").read_text()
+    (repository,) = re.findall(r"git clone (\S+) vmmkv", readme)
+    assert {*urls} == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert [url for url in urls.values() if not url.startswith(repository)] == []
+    files = [url.partition("/blob/main/")[2] for url in urls.values()]
+    files += re.findall(r"\]\((?!\w+:)([^)#]+)", readme)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_pages_state_the_versions_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [
+        f"Python{project['requires-python']}",
+        *project["dependencies"],
+        *project["optional-dependencies"]["hf"],
+    ]
+    pages = [(ROOT / "docs" / "support.md").read_text(), (ROOT / "README.md").read_text()]
+    for name in ("Python", "torch", "transformers"):
+        (least,) = (re.split("[>=,]+", each)[1] for each in required if each.startswith(f"{name}>"))
+        assert f"| {name} | {least} and later" in pages[0]
+        assert f"`{name} {least}+`" in pages[1]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_types_reach_a_users_file(tmp_path: Path) -> None:
+    """Also what is wrong in it."""
+    assert (
+        "py.typed"
+        in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["vmmkv"]
+    )
+    assert (ROOT / "vmmkv" / "py.typed").exists()
+    user = tmp_path / "user.py"
+    user.write_text(
+        dedent("""
+        import vmmkv
+
+        with vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 1, 16, max_bytes="4MiB").sequence(3) as sequence:
+            reveal_type(sequence.k(0))
+            sequence.extend("3")
+        """)
+    )
+    check = subprocess.run([sys.executable, "-m", "mypy", str(user)], cwd=ROOT, capture_output=True, text=True)
+    notes, errors = (re.findall(rf"user.py:(\d): {kind}: (.*)", check.stdout) for kind in ("note", "error"))
+    assert notes == [("5", 'Revealed type is "torch._tensor.Tensor"')], check.stdout
+    assert [line for line, _ in errors] == ["6"], check.stdout
 
 
 def test_transformers_works_from_the_repository_root() -> None:

@@ -105,7 +105,9 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise DtypeError(f"got dtype={self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
+            known = ", ".join(map(str, DTYPES))
+            kind = "" if isinstance(self.dtype, torch.dtype) else f" of type {type(self.dtype).__name__}"
+            raise DtypeError(f"got dtype={self.dtype!r}{kind}; it must be one of {known}")
         if self.scales not in (None, *SCALES):
             raise LayoutError(
                 f"asked for scales={self.scales!r}; vmmkv keeps scales by {' or '.join(map(repr, SCALES))}, or None"

@@ -83,12 +83,7 @@ class Engine:
 
     @torch.inference_mode()
     def run(
-        self,
-        prompts: list[torch.Tensor],
-        outputs: list[int],
-        *,
-        wait: bool = False,
-        deadline: float = float("inf"),
+        self, prompts: list[torch.Tensor], outputs: list[int], *, wait: bool = False, deadline: float = float("inf")
     ) -> Run:
         """Serve requests that all wait from the start to their end.
 

@@ -5,54 +5,29 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 8192}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
+        **dict(zip(SIZES, (128_256, 4096, 14_336, 32, 32, 8, 128, 131_072))),
         rms_norm_eps=1e-5,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        rope_parameters=LLAMA_3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         bos_token_id=128_000,
         eos_token_id=None,  # random weights must not end a sequence
     ),
     **{
         f"Qwen3-{size}": Qwen3Config(
-            vocab_size=151_936,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40_960,
+            **dict(zip(SIZES, (151_936, width, 3 * width, 28, 16, 8, 128, 40_960))),
             rms_norm_eps=1e-6,
             rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
             tie_word_embeddings=True,
         )
         for size, width in (("0.6B", 1024), ("1.7B", 2048))
     },
-    "tiny": LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=None,
-    ),
+    "tiny": LlamaConfig(**dict(zip(SIZES, (512, 64, 128, 2, 4, 2, 16, 512))), bos_token_id=1, eos_token_id=None),
 }
 
 

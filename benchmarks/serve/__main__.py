@@ -60,8 +60,7 @@ HOST = Usual("tiny", "1MiB", 512, 16, torch.float32)
 
 def main(
     trace: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines."),
+        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(MODELS)}.")] = None,
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,

@@ -108,7 +108,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     cases = by_case(result["serving"])
-    figure = Figure(figsize=(5 * len(cases), 6), layout="constrained")
+    figure = Figure(figsize=(3.5 * len(cases), 5.5), layout="constrained")  # legible on a phone
     axes = figure.subplots(2, len(cases), squeeze=False)
     for (memory, concurrency), (name, rows) in zip(axes.T, cases):
         for backend, row in rows.items():
@@ -117,7 +117,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             times, taken, running = zip(*row["samples"])
             memory.plot(times, [nbytes / 2**30 for nbytes in taken], label=backend)
             concurrency.plot(times, running)
-        memory.set(title=name, ylabel="physical memory, GiB", ylim=(0, None))
+        memory.set(title=name.replace(", ", "\n", 1), ylabel="physical memory, GiB", ylim=(0, None))
         concurrency.set(xlabel="seconds", ylabel="requests that run", ylim=(0, None))
         memory.legend()
     figure.savefig(path, dpi=150)

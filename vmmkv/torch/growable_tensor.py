@@ -57,10 +57,11 @@ class GrowableTensor:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
         dtype: of the elements; None is torch's default.
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
-        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`.
+        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the default) or
+            `0.8`.
         page_size: bytes of a page, as in `KVCache`; None is 2 MiB.
-        pool: physical memory shared with others, instead of `device` and `page_size`; `max_bytes` is the most
-            of it that this tensor may have.
+        pool: physical memory shared with others, instead of `device` and `page_size`. Then `max_bytes` is the most of
+            it that this tensor may have; None is all that others do not use.
 
     Raises:
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses; or there is no such page.
@@ -77,7 +78,7 @@ class GrowableTensor:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         *,
-        max_bytes: float | str = "80%",
+        max_bytes: float | str | None = None,
         page_size: int | None = None,
         pool: FramePool | None = None,
     ) -> None:
@@ -92,8 +93,9 @@ class GrowableTensor:
         nbytes = self.shape_max[0] * self._row_bytes
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
         self.owns_pool = pool is None
-        limit = None if pool is None else pages_within(pool, max_bytes)
-        self.pool = pool or FramePool(max_bytes, device=device, page_size=page_size)
+        limit = None if pool is None or max_bytes is None else pages_within(pool, max_bytes)
+        budget = "80%" if max_bytes is None else max_bytes
+        self.pool = pool or FramePool(budget, device=device, page_size=page_size)
         """The physical memory that it lies on."""
         self.pool.is_shared = not self.owns_pool
         self._lock: Any = threading.RLock()
@@ -144,7 +146,8 @@ class GrowableTensor:
         or `DeviceError` where they do not fit, and what `resize` raises."""
         check_dense(rows, "rows")
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
-            raise ShapeError(f"got {list(rows.shape)}; rows of shape_max={tuple(self.shape_max)} are needed")
+            needed = ", ".join(map(str, ("n", *self.shape_max[1:])))
+            raise ShapeError(f"got rows of shape {list(rows.shape)}; it must be [{needed}], for any number n of rows")
         if rows.dtype != self.dtype:
             raise DtypeError(f"got {rows.dtype}; this tensor holds {self.dtype}. Convert with .to()")
         if rows.device != self.device:
