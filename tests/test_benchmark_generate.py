@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,10 @@ import transformers
 from conftest import run_module_here
 from transformers import StaticCache
 
-from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
-from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, LLAMA, QWEN
+from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, QWEN
 from benchmarks.generate.decode import Watched
-from benchmarks.generate.models import CONFIGS, build, token_bytes, weight_bytes
 from benchmarks.generate.tables import tables
-from vmmkv import KVLayout
 from vmmkv.integrations.transformers import VmmCache
 
 STATIC_COMPILED = next(entry for entry in CONTENDERS if entry.cache is StaticCache and entry.compiled)
@@ -68,20 +64,6 @@ def test_figures_of_cells(result: dict) -> None:
                 assert base["copied_bytes"] - cell["copied_bytes"] > 0.95 * base["live_bytes"]  # masks differ
 
 
-def test_cells_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*args: object) -> Iterator[dict]:
-        yield next(measure_cells(*args))
-        raise KeyboardInterrupt
-
-    measure_cells, left = generate.measure_cells, ["not reached"] * (len(list(CPU.cells())) - 1)
-    cells = run(CPU, HOST, layers=None, budget_seconds=0)["cells"]
-    assert [cell["status"] for cell in cells] == ["measured", *left]
-    monkeypatch.setattr(generate, "measure_cells", stopped)
-    cells = run(CPU, HOST, layers=None, budget_seconds=600)["cells"]
-    assert [cell["status"] for cell in cells] == ["measured", *left]
-    assert {cell.get("reason") for cell in cells} == {None, "stopped"}
-
-
 def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     update = VmmCache.update
 
@@ -94,15 +76,6 @@ def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch)
     wrong = wrong_cells(run(CPU, HOST, layers=2, budget_seconds=600))
     vmm = [cell for cell in CPU.cells() if cell.contender.cache is VmmCache and not cell.contender.compiled]
     assert [cell["contender"] for cell in wrong] == [cell.contender.name for cell in vmm]
-
-
-def test_models_have_their_sizes() -> None:
-    """As their cards say: 8.03 and 0.6 billion parameters."""
-    llama, qwen = (build(name, None, torch.device("meta")) for name in (LLAMA, QWEN))
-    assert [model.num_parameters() for model in (llama, qwen)] == [8_030_261_248, 596_049_920]
-    assert weight_bytes(llama) == 2 * (8_030_261_248 - 128_256 * 4096)
-    assert weight_bytes(qwen) == 2 * 596_049_920
-    assert token_bytes(CONFIGS[LLAMA]) == KVLayout(32, 8, 128, torch.bfloat16).token_bytes == 128 << 10
 
 
 def test_copies_are_counted() -> None:

@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
-import transformers
 from conftest import PATIENCE, calls, join, on_driver
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
+from transformers.generation.continuous_batching import continuous_api, input_outputs, model_runner, offloading_manager
 
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching import cache as row_cache
 from vmmkv.integrations.batching import processor
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.requests import Ranks, Requests
+from vmmkv.integrations.batching.requests import Requests
 from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -46,9 +44,6 @@ MODELS = [
     "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt2", "gpt-oss", "deepseek-v3",
     *LEAST_MODELS,
 ]  # fmt: skip
-NOT_THEIRS = ["deepseek-v3", "gemma4", *["gpt-neox"] * transformers.__version__.startswith("5.24.")]
-"""Kinds that transformers' own continuous batching does not take: K is wider than V, or in some layers than in others,
-or layers tell a cache nothing of the batch."""
 
 
 def pool(pages: int) -> vmmkv.FramePool:
@@ -71,7 +66,10 @@ def answers(
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     """A model that runs on rows for a test, and is as before afterwards."""
     model = tiny_model(getattr(request, "param", "llama-gqa"), "eager", "cpu")
+    rows.enable(model, pool=pool(400), max_seq_len=900)
     yield model
+    for each in [*ByHand.made]:
+        each.end()
     rows.disable(model)
     assert model.config._attn_implementation == "eager"
 
@@ -90,9 +88,10 @@ def on_rows(model: PreTrainedModel, **options: Any) -> Iterator[None]:
 def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
     """Looks whether `generate_batch` gives the tokens of `generate`."""
     told = {name: options.pop(name) for name in ("persistent_manager", "warmup") if name in options}
+    told["max_new_tokens"], several = options.pop("new", None), options.get("num_return_sequences", 1)
     results = model.generate_batch([each.prompt for each in expected], **config(**options), **told).values()
-    assert [result.error for result in results] == [None] * len(expected)
-    assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
+    assert [result.error for result in results] == [None] * len(expected) * several
+    assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(several)]
 
 
 class Served:
@@ -116,8 +115,8 @@ class Served:
     def cache(self) -> vmmkv.KVCache:
         return self.manager.batch_processor.cache.kv_caches[0]
 
-    def ask(self, answers: list[Answer]) -> list[str]:
-        names = self.manager.add_requests([answer.prompt for answer in answers])
+    def ask(self, answers: list[Answer], **options: Any) -> list[str]:
+        names = self.manager.add_requests([answer.prompt for answer in answers], **options)
         self.asked |= dict(zip(names, answers))
         return names
 
@@ -131,21 +130,26 @@ class Served:
                 done[result.request_id] = result
         return done
 
-    def check(self, answers: list[Answer]) -> None:
-        """Asks, waits, and compares what comes with what `generate` made."""
-        names = self.ask(answers)
+    def check_results(self, names: list[str]) -> None:
+        """Waits for requests, and compares what comes with what `generate` made."""
         results = self.results(len(names))
         assert results.keys() == set(names)
         for name in names:
             assert results[name].generated_tokens == self.asked[name].tokens
 
+    def check(self, answers: list[Answer]) -> None:
+        self.check_results(self.ask(answers))
+
 
 class ByHand:
-    """A manager whose batches are run here, one by one."""
+    """A manager whose batches are run here, one by one, until the fixture `model` ends it."""
+
+    made: ClassVar[list[ByHand]] = []
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         self.manager = model.init_continuous_batching(**config(safety_margin=0.0, **options))
         self.manager.batch_processor = self.processor = self.manager._create_batch_processor()
+        self.made.append(self)
 
     def step(self) -> bool:
         """Runs a batch, if there is one; returns whether there was."""
@@ -155,33 +159,28 @@ class ByHand:
             self.processor.update_batch()
         return bool(found)
 
+    def finish(self) -> None:
+        while self.step():
+            pass
+
     def end(self) -> None:
+        self.made.remove(self)
         self.processor.reset()
-        self.manager.model.set_attn_implementation("eager")
+        self.manager.destroy()
 
 
 # ---------------------------------------------------------------------- the same tokens
 
 
 @pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
-    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks."""
+def test_all_kinds_of_models_give_the_tokens_of_generate(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come in chunks; nobody reads tokens that are gone."""
+    monkeypatch.setenv("VMMKV_DEBUG", "1")
     expected = answers(model, Random(), 5)
-    rows.enable(model, pool=pool(400), max_seq_len=100)
     with without_kernels():
         check_batch(model, expected)
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in NOT_THEIRS], indirect=True)
-def test_all_kinds_of_models_give_the_tokens_of_transformers_own_continuous_batching(model: PreTrainedModel) -> None:
-    prompts = [each.prompt for each in answers(model, Random(), 5)]
-    theirs = model.generate_batch(prompts, **config(num_blocks=50, page_size=16, max_memory_percent=0.9)).values()
-    rows.enable(model, pool=pool(400), max_seq_len=100)
-    with without_kernels():
-        ours = model.generate_batch(prompts, **config()).values()
-    assert [each.error for each in [*theirs, *ours]] == [None] * 10
-    assert [each.generated_tokens for each in ours] == [each.generated_tokens for each in theirs]
 
 
 @pytest.mark.few(1)
@@ -189,11 +188,7 @@ def test_all_kinds_of_models_give_the_tokens_of_transformers_own_continuous_batc
 def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """In the simulator, therefore few."""
     expected = answers(model, Random(), 2, most=9, new=3)
-    rows.enable(model, pool=pool(400), max_seq_len=100)
-    options = config(max_batch_tokens=8)
-    options["generation_config"].max_new_tokens = 3
-    results = model.generate_batch([answer.prompt for answer in expected], **options)
-    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+    check_batch(model, expected, max_batch_tokens=8, new=3)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "qwen3"])
@@ -222,7 +217,6 @@ def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[in
 
 def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100))
     with Served(model) as served:
         served.check(expected)
         assert isinstance(served.manager.batch_processor.cache, RowCache)
@@ -242,7 +236,9 @@ def test_whatever_becomes_of_requests_their_tokens_are_those_of_generate(model: 
     the end all that were not cancelled have their tokens, and no memory is used."""
     random, driver = Random(), FaultyDriver(open_driver("cpu", PAGE_SIZE))
     begin = [random.randrange(2, VOCABULARY) for _ in range(20)]
-    known = answers(model, random, 5, most=60) + answers(model, random, 5, begin=begin)
+    known = (
+        answers(model, random, 5, most=60) + answers(model, random, 5, begin=begin) + answers(model, random, 1, most=1)
+    )
     own, several = on_driver(driver, vmmkv.FramePool, 30 * PAGE_SIZE), random.choice((1, 2))
     rows.enable(model, pool=own, max_seq_len=100)
     by_hand = ByHand(model, cpu_offload_space=host, num_return_sequences=several)
@@ -290,9 +286,9 @@ def test_whatever_becomes_of_requests_their_tokens_are_those_of_generate(model: 
         cache.check()
         assert cache.stats().tokens == 0
     assert own.stats().physical_bytes <= 30 * PAGE_SIZE
-    by_hand.end()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stays", [False, True], ids=["all of it", "not all of it"])
 @pytest.mark.parametrize("reads", range(1, 12))
 def test_who_waits_begins_whenever_others_on_the_pool_give_memory_back(
@@ -318,22 +314,6 @@ def test_who_waits_begins_whenever_others_on_the_pool_give_memory_back(
                 by_hand.step()
         assert len(looks) > reads
         assert by_hand.manager.get_result(timeout=0).generated_tokens == expected.tokens
-        by_hand.end()
-
-
-def test_who_waits_begins_when_what_it_begins_with_is_known(model: PreTrainedModel) -> None:
-    """It lacks few pages then, and is served beside those that it begins like."""
-    expected = answers(model, Random(), 6, most=3, begin=[7] * 100)
-    rows.enable(model, pool=pool(24), max_seq_len=200)
-    by_hand = ByHand(model, max_batch_tokens=1000)
-    names = {by_hand.manager.add_request(each.prompt): each for each in expected}
-    together = 0
-    while by_hand.step():
-        together = max(together, len(by_hand.processor.scheduler.active_requests))
-    assert together == len(expected)
-    results = [by_hand.manager.get_result() for _ in names]
-    assert all(each.generated_tokens == names[each.request_id].tokens for each in results)
-    by_hand.end()
 
 
 def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTrainedModel) -> None:
@@ -341,7 +321,6 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
     begin = [random.randrange(2, VOCABULARY) for _ in range(64)]
     first, *others = answers(model, random, 5, begin=begin)
     turn = answers(model, random, 1, most=2, begin=others[0].prompt + others[0].tokens)
-    rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model) as served:
         served.check([first])
         page = PAGE_SIZE // served.cache.layout.token_bytes
@@ -353,35 +332,8 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
         assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 3) // page * page
 
 
-@pytest.mark.parametrize("end", ["finished", "cancelled", "moved away"])
-def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrainedModel, end: str) -> None:
-    """Also what there is of it by then; to say it page by page takes as long as all else that a request needs."""
-    random = Random()
-    prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
-    rows.enable(model, pool=pool(200), max_seq_len=300)
-    by_hand = ByHand(model)
-    name = by_hand.manager.add_request(prompt, max_new_tokens=50 if end == "finished" else 200)
-    with patch.object(Requests, "commit", autospec=True) as commit:
-        for _ in range(70):
-            by_hand.step()
-        state = by_hand.processor.scheduler.active_requests.get(name)
-        if end == "cancelled":
-            by_hand.manager.cancel_request(name)
-            by_hand.step()
-        elif end == "moved away":
-            by_hand.processor.cache.free_blocks(name, no_cache=True)
-    *first, last = (call.args[2] for call in commit.call_args_list)
-    tokens = state.generated_tokens if state else by_hand.manager.get_result().generated_tokens
-    assert len(tokens) >= 50
-    assert last == [*prompt, *tokens[:-1]]
-    assert first
-    assert all(each == prompt[: len(each)] for each in first)
-    by_hand.end()
-
-
 def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 1, most=60)
-    rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model, allow_block_sharing=False) as served:
         for _ in range(2):
             served.check(expected)
@@ -394,114 +346,22 @@ def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 3, most=60)
     for pages in (200, 26):
         rows.enable(model, pool=pool(pages), max_seq_len=100)
-        options = config(num_return_sequences=3, safety_margin=0.0)
-        results = list(model.generate_batch([answer.prompt for answer in expected], **options).values())
-        assert [result.error for result in results] == [None] * 9
-        assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(3)]
-
-
-def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(model: PreTrainedModel) -> None:
-    """A prompt of one token, and those that are known but for their last. transformers would look for new tokens where
-    the batch before had them, which may be behind all of this one."""
-    several, (short,) = answers(model, Random(), 3), answers(model, Random(), 1, most=1, begin=[7])
-    rows.enable(model, pool=pool(400), max_seq_len=100)
-    by_hand = ByHand(model, num_return_sequences=3)
-    for asked in ([short], several, several, [*several, short]):
-        names = {by_hand.manager.add_request(each.prompt): each for each in asked}
-        while by_hand.step():
-            pass
-        results = [by_hand.manager.get_result() for _ in range(3 * len(asked))]
-        assert all(each.generated_tokens == names[each.request_id.partition("__")[0]].tokens for each in results)
-    by_hand.end()
-
-
-def test_no_more_than_one_request_tries_in_vain_to_begin_in_a_step(model: PreTrainedModel) -> None:
-    expected = answers(model, Random(), 12, begin=[7] * 60)
-    rows.enable(model, pool=pool(24), max_seq_len=200)
-    by_hand, begin = ByHand(model, allow_block_sharing=False), Requests._begin_here
-    names = {by_hand.manager.add_request(each.prompt): each for each in expected}
-    with patch.object(Requests, "_begin_here", autospec=True, side_effect=begin) as begun:
-        tried, is_busy = [0], True
-        while is_busy:
-            is_busy = by_hand.step()
-            tried.append(begun.call_count)
-    steps = [after - before for before, after in itertools.pairwise(tried)]
-    assert steps[0] < len(expected)
-    assert sum(steps) <= 2 * len(expected) + len(steps)
-    results = [by_hand.manager.get_result() for _ in names]
-    assert all(each.generated_tokens == names[each.request_id].tokens for each in results)
-    by_hand.end()
+        check_batch(model, expected, num_return_sequences=3, safety_margin=0.0)
 
 
 def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedModel) -> None:
     """Who cancels what is done already, and asks again, waits for what he has asked for."""
     first, second = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     by_hand = ByHand(model)
     manager = by_hand.manager
     for expected in (first, second):
         manager.cancel_request("chat")
         manager.add_request(expected.prompt, "chat")
-        while by_hand.step():
-            pass
+        by_hand.finish()
         assert manager.get_result().generated_tokens == expected.tokens
     manager.add_request(first.prompt, "chat")
     manager.cancel_request("chat")
     assert not by_hand.step()
-    by_hand.end()
-
-
-def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
-    """Nor is kept who was to be told, as transformers does."""
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    rows.enable(model, pool=pool(40), max_seq_len=900)
-    with Served(model) as served:
-        handlers = served.manager.output_router.result_handlers
-        handlers["endless"] = told.put, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
-        served.manager.add_request([7], "endless", max_new_tokens=800, streaming=True)
-        assert not told.get(timeout=PATIENCE).is_finished()
-        with calls(RowManager, "_generation_loop_body") as until:
-            served.manager.cancel_request("endless")
-            until(lambda: not handlers)
-        while not told.empty():
-            assert not told.get().is_finished()
-        assert served.manager.get_result(timeout=0) is None
-
-
-def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:
-    """Nobody finishes then, which is what those wait for that gave way."""
-    rows.enable(model, pool=pool(24), max_seq_len=200)
-    by_hand = ByHand(model)
-    for prompt in ([7] * 10, [8] * 10):
-        by_hand.manager.add_request(prompt, max_new_tokens=150)
-    scheduler = by_hand.processor.scheduler
-    while not scheduler.waiting_requests or not scheduler.active_requests:
-        by_hand.step()
-    (waiting,), (active,) = scheduler.waiting_requests, scheduler.active_requests
-    by_hand.manager.cancel_request(active)
-    for _ in range(2):
-        by_hand.step()
-    assert list(scheduler.active_requests) == [waiting]
-    by_hand.end()
-
-
-class Adapters:
-    """In the place of `Weights`: the adapter in use."""
-
-    def __init__(self) -> None:
-        self.used: list[str] = ["one"]
-
-    def use(self, name: str) -> None:
-        self.used += [name] * (name != self.used[-1])
-
-    def switches(self) -> int:
-        return len(self.used)
-
-    def key(self) -> str:
-        return self.used[-1]
-
-
-ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0, float("inf")])
@@ -528,22 +388,6 @@ def test_memory_goes_back_once_nobody_has_asked_for_anything_for_a_while(
             assert not by_hand.step()
         assert trim.call_count == (seconds < 1e9)
         assert (own.stats().physical_bytes == 0) == (seconds < 1e9)
-    by_hand.end()
-
-
-def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
-    """Another one may have been made before, and not been started."""
-    expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    forgotten = model.init_continuous_batching(**config())
-    with Served(model) as served:
-        served.check(expected)
-        served.manager.stop(block=True)
-        model.set_attn_implementation("eager")
-        served.manager.start()
-        served.check(expected)
-    forgotten.destroy()
-    model.set_attn_implementation("eager")
 
 
 @pytest.mark.parametrize("waiting", [{"block": False}, {"timeout": 0.0}], ids=str)
@@ -571,7 +415,6 @@ def test_who_stops_a_manager_without_waiting_leaves_requests_to_their_end(
 def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:
     """As that of `generate_batch`, which nobody sees."""
     expected = answers(model, Random(), 2)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as first, Served(model) as second:
         first.manager.stop()
         second.check(expected)
@@ -582,28 +425,18 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
         first.check(expected)
 
 
-def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
-    """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
-    model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
-    (expected,) = answers(model, Random(), 1)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    try:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            (result,) = model.train().generate_batch([expected.prompt], **config()).values()
-        assert result.generated_tokens == expected.tokens
-    finally:
-        rows.disable(model)
-        model.eval()
-
-
-@pytest.mark.parametrize("model", ["llama-gqa", "mistral"], indirect=True)
-def test_requests_that_are_made_up_have_room(model: PreTrainedModel) -> None:
-    """Also for tokens that they say were computed, of which a window may have left some."""
-    rows.enable(model, pool=pool(400), max_seq_len=900)
-    processor = model.init_continuous_batching(**config())._create_batch_processor()
-    assert len(create_warmup_future_states(2, RequestStatus.DECODING, 1, 256, processor.cache)) == 2
-    processor.cache.reset()
-    model.set_attn_implementation("eager")
+@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
+def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching(model: PreTrainedModel) -> None:
+    """It runs in a thread of its own, without autocast or inference mode, and drops nothing out, as in training."""
+    own, expected = copy.deepcopy(model), answers(model, Random(), 2)
+    for layer in own.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.5
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    for inference in (True, False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(inference):
+            check_batch(own.train(), expected, persistent_manager=True, warmup=False)
+    rows.disable(own)
 
 
 @pytest.mark.parametrize("begins", ["first", "second"])
@@ -637,7 +470,6 @@ def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
     """And who says that of the model itself has its manager go on, as that of the copy does."""
     (expected,) = answers(model, Random(), 1)
     ids, options = torch.tensor([expected.prompt]), {"generation_config": config()["generation_config"]}
-    rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
         made, other = copied(model), copy.deepcopy(model)
         for each in (model, made):
@@ -652,22 +484,6 @@ def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
         rows.disable(other)
         assert other.config._attn_implementation == rows.NAME
     assert other.config._attn_implementation == "sdpa"
-
-
-def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
-    """Each has a request that cannot grow, and half of the memory."""
-    own, new = pool(20), 60
-    models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
-    expected = [answers(each, Random(), 2, most=9, new=new) for each in models]
-    ours, theirs = (on_rows(each, pool=own, max_seq_len=200) for each in models)
-    with ours, theirs, Served(models[0], safety_margin=0) as first, Served(models[1], safety_margin=0) as second:
-        for served, some in zip((first, second), expected):
-            for number, each in enumerate(some):
-                served.manager.add_request(each.prompt, str(number), max_new_tokens=new)
-        for served, some in zip((first, second), expected):
-            results = served.results(len(some))
-            made = [results[str(number)].generated_tokens for number in range(len(some))]
-            assert made == [each.tokens for each in some]
 
 
 def test_models_that_wait_for_each_others_memory_take_turns() -> None:
@@ -695,28 +511,98 @@ def test_models_that_wait_for_each_others_memory_take_turns() -> None:
 
 
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
-    """Also one that only its answer makes too long."""
-    expected = answers(model, Random(), 2, most=8)
-    rows.enable(model, pool=pool(8), max_seq_len=200)
-    with Served(model, safety_margin=0.0) as served:
-        page = PAGE_SIZE // served.manager.groups[0].layout.token_bytes
-        long = [served.manager.add_request([7] * (9 * page), max_new_tokens=2)]
-        long.append(served.manager.add_request([7], max_new_tokens=9 * page))
-        names, done = served.ask(expected), {}
-        while len(done) < 4:
-            result = served.manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                done[result.request_id] = result
-        for name in long:
-            assert "A larger max_bytes helps" in done[name].error
-        for name in names:
-            assert done[name].generated_tokens == served.asked[name].tokens
-
-
-def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(model: PreTrainedModel) -> None:
-    """`generate_batch` waits for all of them."""
+    """With those that were to fork from it; also one that only its answer makes too long."""
     (expected,) = answers(model, Random(), 1, most=8)
     rows.enable(model, pool=pool(8), max_seq_len=300)
-    results = model.generate_batch([[7] * 200, expected.prompt], **config(num_return_sequences=3, safety_margin=0.0))
-    assert ["A larger max_bytes" in (result.error or "") for result in results.values()] == [True] * 3 + [False] * 3
-    assert [result.generated_tokens for result in results.values()][3:] == [expected.tokens] * 3
+    with Served(model, num_return_sequences=3, safety_margin=0.0) as served:
+        page, done = PAGE_SIZE // served.manager.groups[0].layout.token_bytes, list[Any]()
+        served.manager.add_request([7] * (9 * page), "long", max_new_tokens=2)
+        served.manager.add_request([7], "longer", max_new_tokens=9 * page)
+        served.manager.add_request(expected.prompt, "short")
+        while len(done) < 9:
+            if (result := served.manager.get_result(timeout=1)) and result.is_finished():
+                done.append(result)
+    for result in done:
+        if result.request_id.startswith("short"):
+            assert result.generated_tokens == expected.tokens
+        else:
+            assert "A larger max_bytes helps" in result.error
+
+
+# ---------------------------------------------------------------------- batches that are made while the one before runs
+
+
+class AtOnce:
+    """A stream, or an event, that does everything at once: transformers makes batches ahead on GPUs alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> None: ...
+
+    wait_event = synchronize = record_event
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", AtOnce)
+    monkeypatch.setattr(input_outputs, "create_device_stream", AtOnce)
+    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    for module in (continuous_api, input_outputs, model_runner, offloading_manager, row_cache):
+        monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_batches_ahead_of_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:
+    expected = answers(model, Random(), 10, most=60)
+    rows.enable(model, pool=pool(30), max_seq_len=100)
+    with Served(model, cpu_offload_space=host, safety_margin=0.0, use_async_batching=True) as served:
+        served.check(expected)
+        assert served.cache.stats().tokens == 0
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_name_may_be_used_again_while_a_batch_is_ahead(model: PreTrainedModel) -> None:
+    """What that one leaves goes neither to who waits for the other, nor to who begins alike."""
+    several = answers(model, Random(), 4)
+    with Served(model, use_async_batching=True) as served:
+        for expected in several:
+            served.manager.add_request([7] * 60, "chat", max_new_tokens=800, streaming=True)
+            assert served.manager.get_result(timeout=PATIENCE).request_id == "chat"
+            with calls(RowManager, "_generation_loop_body") as until:
+                served.manager.cancel_request("chat")
+                until(lambda: not served.manager.batch_processor.has_pending_requests())
+            while served.manager.get_result(timeout=0):
+                pass
+            served.manager.add_request(expected.prompt, "chat")
+            assert served.results(1)["chat"].generated_tokens == expected.tokens
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_request_that_ends_in_the_batch_that_runs_needs_no_more_memory(model: PreTrainedModel) -> None:
+    """For the token after its last, which transformers computes before it knows."""
+    rows.enable(model, pool=pool(4), max_seq_len=300)
+    with Served(model, safety_margin=0.0, use_async_batching=True) as served:
+        held = 4 * PAGE_SIZE // served.manager.groups[0].layout.token_bytes
+        served.manager.add_request([7] * (held - 11), max_new_tokens=12)
+        assert len(served.results(1)["req_0"].generated_tokens) == 12
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_requests_sleep_on_the_host_while_a_batch_is_ahead(model: PreTrainedModel) -> None:
+    expected, random, slept, memory = answers(model, Random(), 6, most=60, new=60), Random(), 0, pool(400)
+    rows.enable(model, pool=memory, max_seq_len=200)
+    with Served(model, cpu_offload_space=0.01, use_async_batching=True) as served:
+        names = served.manager.add_requests([each.prompt for each in expected], max_new_tokens=60)
+        done: dict[str, Any] = {}
+        while len(done) < len(names):
+            if slept < 5 and memory.stats().used_bytes:
+                slept += rows.sleep(model, offload=True) > 0
+                assert memory.stats().used_bytes == 0
+                rows.wake(model)
+            if result := served.manager.get_result(timeout=random.uniform(0, 0.01)):
+                done[result.request_id] = result
+    assert slept
+    assert [done[name].generated_tokens for name in names] == [each.tokens for each in expected]

@@ -16,7 +16,6 @@ import torch
 from accelerate import dispatch_model
 from conftest import open_drivers_with
 from faulty import FaultyDriver
-from parity.batching import config
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
@@ -124,27 +123,6 @@ def test_known_tokens_are_those_that_all_devices_know(model: PreTrainedModel, de
         second.trim()
         served.check(expected)
         check_books(served, 2, 200)
-
-
-def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
-    """Also where not all devices have room for all of them at once."""
-    expected = answers(model, Random(), 2, most=60)
-    for pages in (200, 16):
-        rows.enable(model, max_bytes=pages * PAGE_SIZE, max_seq_len=100)
-        options = config(num_return_sequences=3, safety_margin=0.0)
-        results = list(model.generate_batch([answer.prompt for answer in expected], **options).values())
-        assert [result.error for result in results] == [None] * 6
-        assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(3)]
-
-
-def test_a_request_that_one_device_has_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
-    (expected,) = answers(model, Random(), 1, most=8)
-    rows.enable(model, max_bytes=4 * PAGE_SIZE, max_seq_len=300)
-    with Served(model, safety_margin=0.0) as served:
-        served.manager.add_request([7] * 200, "long")
-        result = served.manager.get_result(timeout=60)
-        assert "A larger max_bytes helps" in result.error
-        served.check([expected])
 
 
 def test_one_pool_and_compiled_forward_passes_are_refused(model: PreTrainedModel) -> None:

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from conftest import join, on_driver
 from faulty import FaultyDriver
 from pair import together
@@ -140,20 +139,6 @@ def all_sleep(half: Half) -> None:
         dist.barrier(half.group)
 
 
-def passes_are_compiled(half: Half) -> None:
-    """Those with prompts, or decode. Each process compiles its part of a layer; sums over both are part of it."""
-    programs: list[list[str]] = []
-
-    def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
-        programs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    which = half.random.choice(["varlen_compile_config", "decode_compile_config"])
-    with half.serve(MANY, **{which: transformers.CompileConfig(mode=None, backend=compile_)}) as served:
-        served.check(half.expected[1:3])
-    assert any("all_reduce" in target for targets in programs for target in targets)
-
-
 def loaded_with_a_plan(half: Half) -> None:
     """By `from_pretrained(tp_plan="auto")`, in processes that know each other as `torchrun` tells them."""
     told = {"RANK": str(half.rank), "LOCAL_RANK": str(half.rank), "WORLD_SIZE": "2"}
@@ -215,7 +200,6 @@ def not_all_are_told_the_same(half: Half) -> None:
 
 
 SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
-    "cohere": [passes_are_compiled],
     "gemma3": [less_memory_in_one],
     "llama-gqa": [
         one_forgets,

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -65,23 +66,22 @@ def test_the_reference_shows_what_users_call(site: Path) -> None:
     assert [name for name in public if not any(full.endswith(f".{name}") for full in names)] == []
 
 
-def test_guides_name_every_option_of_the_server_and_every_metric() -> None:
-    guide = (DOCS / "guides" / "serving.md").read_text()
-    options = set(inspect.signature(serve).parameters) - {"arguments"}
-    assert [name for name in options if f"`--{name.replace('_', '-')}`" not in guide] == []
-    guide = (DOCS / "guides" / "watching.md").read_text()
+def test_guides_name_every_option_metric_and_finding() -> None:
+    def missing(guide: str, *told: str) -> list[str]:
+        text = (DOCS / "guides" / guide).read_text()
+        return [each for each in told if each not in text]
+
+    def options(command: Callable[..., object], *others: str) -> list[str]:
+        return [f"`--{each.replace('_', '-')}`" for each in inspect.signature(command).parameters if each not in others]
+
     metrics = [f"{each.name}_total" if each.type == "counter" else each.name for each in PoolCollector().collect()]
+    findings = [f"| {each.rows} | {each.finding}" for each in PROBES.values()]
+    assert missing("serving.md", *options(serve, "arguments")) == []
+    assert missing("watching.md", *[f"`{name}`" for name in metrics]) == []
+    assert missing("check-kernels.md", *findings, *[f"`{name}`" for name in vmmkv.testing.TARGETS]) == []
+    assert missing("check-kernels.md", *options(check_kernel, "kernel", "device", "json_output")) == []
     assert metrics
-    assert [name for name in metrics if f"`{name}`" not in guide] == []
-
-
-def test_the_guide_names_every_kernel_and_finding_of_the_checker() -> None:
-    guide = (DOCS / "guides" / "check-kernels.md").read_text()
-    assert [name for name in vmmkv.testing.TARGETS if f"`{name}`" not in guide] == []
-    probes = [(each.rows, each.finding) for each in PROBES.values()]
-    assert [pair for pair in probes if f"| {pair[0]} | {pair[1]}" not in guide] == []
-    options = set(inspect.signature(check_kernel).parameters) - {"kernel", "device", "json_output"}
-    assert [name for name in options if f"`--{name.replace('_', '-')}`" not in guide] == []
+    assert findings
 
 
 FORKED = """

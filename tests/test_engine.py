@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,12 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.batching import shape_of
 from benchmarks.engine.attention import Attend, Batch, Write
-from benchmarks.engine.blocks import PagedKV, ReusingPagedKV
 from benchmarks.engine.engine import BACKENDS, Engine
-from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
-from benchmarks.engine.rows import VmmKV
+from benchmarks.engine.model import Angles, Config, Model, random_model, rotate
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import Schedule
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -169,87 +164,6 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-SCHEDULES = [(PagedKV, ""), (VmmKV, ""), (ReusingPagedKV, "reuse"), (VmmKV, "reuse")]
-
-
-@pytest.mark.parametrize(("backend", "how"), SCHEDULES)
-@given(batch=batches(), late=st.booleans())
-@settings(max_examples=15 * ROUNDS)
-def test_schedules_serve_all_requests_within_their_means(
-    backend: type[PagedKV | VmmKV], how: str, batch: tuple[list[int], list[int], int, int, int], late: bool
-) -> None:
-    """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
-    prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 64, torch.float32)
-    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
-    ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
-    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late)
-    if how == "reuse":
-        schedule.ids = lambda request: ids[request][: schedule.known[request]]
-    schedule.waiting.extend(range(len(prompts)))
-    sampled, computed = np.zeros(len(prompts), int), 0
-    while step := schedule.next():
-        before = schedule.computed.copy()
-        requests = np.concatenate([step.decode, step.prefill])
-        counts = np.concatenate([np.ones_like(step.decode), step.counts])
-        computed += int(counts.sum())
-        assert 0 < len(requests) == len(set(requests.tolist())) <= len(schedule.running) <= max_sequences
-        assert step.counts.sum() <= chunk
-        assert schedule.running == sorted(schedule.running)  # first come, first served
-        assert all(request > max(schedule.running) for request in schedule.waiting)
-        for request, count in zip(requests, counts):
-            positions = np.arange(before[request], before[request] + count)
-            write_tokens(kv, schedule.row[request], positions, ids[request][positions])
-        for request in schedule.running:
-            end = before[request] + counts[requests == request].sum()
-            check_tokens(kv, schedule.row[request], ids[request][:end])
-        sampled[step.sampled] += 1
-        schedule.advance(step)
-    assert sampled.tolist() == outputs
-    assert ((schedule.cached >= 0) & (schedule.cached < prompts)).all()
-    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())  # last tokens are not computed
-    assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
-    assert computed == needed + schedule.recomputed or how
-    assert (schedule.recomputed > 0) == bool(schedule.preempted.any()) or how
-    assert kv.fits(blocks * 16)
-    kv.give_back()
-    if isinstance(kv, PagedKV):
-        assert sorted(kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))
-    else:
-        kv.cache.check()
-        assert kv.physical_bytes() == 0
-    kv.close()
-
-
-def places(kv: PagedKV | VmmKV, row: int, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens of a row are in its tensors, as the device has been told."""
-    at = torch.from_numpy(positions)
-    if kv.block_table is None:
-        return torch.full_like(at, int(row)), at
-    return kv.block_table[int(row), at // 16].long(), at % 16
-
-
-def write_tokens(kv: PagedKV | VmmKV, row: int, positions: np.ndarray, ids: np.ndarray) -> None:
-    for cache, values in zip(kv.kv(0), (ids, positions)):
-        cache[places(kv, row, positions)] = torch.from_numpy(values).float()[:, None, None]
-
-
-def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
-    positions = np.arange(len(ids))
-    for cache, values in zip(kv.kv(0), (ids, positions)):
-        found = cache[places(kv, row, positions)]
-        assert (found == torch.from_numpy(values).float()[:, None, None]).all()
-
-
-def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device may have less than the budget; the last request has nobody to take memory from."""
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    monkeypatch.setattr(engine.kv, "extend", lambda rows, counts: False)
-    with pytest.raises(MemoryError):
-        engine.run(*random_requests(4, 16, 8))
-    check_nothing_is_kept(engine, "vmm")
-
-
 def tiny_model() -> Model:
     return random_model(Config(VOCABULARY, 64, 64, 2, 4, 2, 16), 256, CPU, torch.float32, random_seed())
 
@@ -350,24 +264,6 @@ def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
     engine.close()
 
 
-def test_one_program_serves_any_number_of_tokens() -> None:
-    """To compile takes longer than many a run."""
-    programs = []
-
-    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        programs.append(module)
-        return module.forward
-
-    def function(x: torch.Tensor, attended: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-        return torch.relu(x @ weights[0]) + attended
-
-    run, weights = compiled(function, backend), [torch.randn(8, 8)]
-    for tokens in random.sample(range(2, 100), 5):
-        x, attended = torch.randn(2, tokens, 8)
-        torch.testing.assert_close(run(x, attended, weights), function(x, attended, weights))
-    assert len(programs) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
@@ -406,17 +302,6 @@ def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
     assert (run.cached[2:] >= 1024).all()
     check_nothing_is_kept(engine, backend)
     engine.close()
-
-
-def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    count = itertools.count().__next__
-    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", count)
-    monkeypatch.setattr("benchmarks.engine.run.perf_counter", count)
-    run = engine.run(*random_requests(3, 20, 100), deadline=60)
-    assert run.running[-1] == 3
-    assert run.finished == 0
-    check_nothing_is_kept(engine, "vmm")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import LlamaConfig
 import vmmkv
 from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.torch import GrowableTensor, memory_allocated
+from vmmkv.torch import GrowableTensor
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 WIDE = vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2)
@@ -28,6 +29,10 @@ WIDE = vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2)
 def make_pool(pages: int) -> tuple[vmmkv.FramePool, FaultyDriver]:
     driver = FaultyDriver(small_driver("cpu"))
     return on_driver(driver, vmmkv.FramePool, pages * driver.page_size), driver
+
+
+def cache_on(pool: vmmkv.FramePool, **options: int) -> vmmkv.KVCache:
+    return vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, **options)
 
 
 def set_limit(pool: vmmkv.FramePool, pages: int, driver: FaultyDriver) -> None:
@@ -108,8 +113,8 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
 def test_what_is_reserved_comes_back_on_demand() -> None:
     pool, _ = make_pool(20)
     size = pool.page_size
-    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=8 * size)
-    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    owner = cache_on(pool, reserved=8 * size)
+    other = cache_on(pool)
     with pytest.raises(OutOfPagesError):
         other.sequence(13 * 8)
     other.sequence(12 * 8).free()  # parked, so that it may lie where the owner's may
@@ -126,23 +131,23 @@ def test_what_is_reserved_comes_back_on_demand() -> None:
 def test_more_cannot_be_reserved_than_there_is() -> None:
     pool, _ = make_pool(20)
     size = pool.page_size
-    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=8 * size)
+    first = cache_on(pool, reserved=8 * size)
     with pytest.raises(BudgetError, match="12 are neither used nor reserved"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=13 * size)
+        cache_on(pool, reserved=13 * size)
     with pytest.raises(BudgetError, match="8 are reserved"):
         pool.set_limit(7 * size)
     with pytest.raises(BudgetError, match="at most"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=5 * size, max_bytes=4 * size)
+        cache_on(pool, reserved=5 * size, max_bytes=4 * size)
     with pytest.raises(BudgetError, match="in all"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, max_bytes=21 * size)
+        cache_on(pool, max_bytes=21 * size)
     assert pool.stats().holders == 1
     first.close()
-    vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, reserved=13 * size)
+    cache_on(pool, reserved=13 * size)
 
 
 def test_a_limit_below_what_lives_changes_nothing() -> None:
     pool, _ = make_pool(20)
-    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    cache = cache_on(pool)
     live, gone = cache.sequence(9 * 8), cache.sequence(5 * 8)
     gone.free()
     with pytest.raises(OutOfPagesError) as caught:
@@ -163,7 +168,7 @@ def test_a_share_is_of_what_is_free_and_what_the_pool_holds(monkeypatch: pytest.
     pool, driver = make_pool(30)
     size = pool.page_size
     monkeypatch.setattr(driver, "memory_info", lambda: ((40 - driver.num_pages) * size, 100 * size))
-    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    cache = cache_on(pool)
     kept = []
     for tokens in (0, 5 * 8, 9 * 8):
         kept.append(cache.sequence(tokens))
@@ -174,7 +179,7 @@ def test_a_share_is_of_what_is_free_and_what_the_pool_holds(monkeypatch: pytest.
 
 def test_trim_keeps_what_it_is_told_to() -> None:
     pool, _ = make_pool(20)
-    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    cache = cache_on(pool)
     cache.sequence(12 * 8).free()
     assert pool.trim(keep=7 * pool.page_size) == 5 * pool.page_size
     assert pool.stats().physical_bytes == 7 * pool.page_size
@@ -182,66 +187,25 @@ def test_trim_keeps_what_it_is_told_to() -> None:
     assert pool.trim() == 2 * pool.page_size
 
 
-def test_all_bytes_of_a_pool_are_counted_once() -> None:
-    gc.collect()
-    before = memory_allocated("cpu")
-    pool, driver = make_pool(20)
-    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    second = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    kept = [first.sequence(30), second.sequence(30)]
-    first.sequence(60).free()
-    second.close()
-    assert memory_allocated("cpu") - before == driver.num_pages * driver.page_size
-    assert kept[0].length == 30
-
-
-def test_who_is_closed_has_no_account() -> None:
-    """The next one has its number."""
-    pool, _ = make_pool(20)
-    closed = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool), GrowableTensor((9, 4), max_bytes=pool.page_size, pool=pool)
-    for each in closed:
-        each.close()
-    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    sequence = cache.sequence(30)
-    (account,) = pool.stats().accounts
-    assert (account.name, account.tokens) == ("KVCache 1", sequence.length)
-
-
-def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
-    pool, driver = make_pool(20)
-    lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    sequence = lost.sequence(20 * 8)
-    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    with pytest.raises(OutOfPagesError):
-        other.sequence(1)
-    del lost, sequence
-    gc.collect()
-    assert other.sequence(20 * 8).length == 160
-    other.check()
-    assert driver.num_pages == 20
-
-
-def test_a_sequence_that_is_collected_gives_its_pages_to_another_cache() -> None:
-    pool, _ = make_pool(10)
-    first, second = (vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, lookahead=0) for _ in range(2))
-    dropped = first.sequence(8 * 10)
-    del dropped
-    assert second.sequence(8 * 10).length == 80
-
-
-def gone(pool: vmmkv.FramePool) -> None:
-    """Has a cache leave everything that the pool can have."""
-    lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    lost.sequence(pool.limit_pages * 8)
-    del lost
-    gc.collect()
-
-
-def test_a_tensor_has_what_a_cache_has_left() -> None:
-    pool, driver = make_pool(20)
-    gone(pool)
+def tensor_of(pool: vmmkv.FramePool) -> int:
     tensor = GrowableTensor((20, pool.page_size), torch.uint8, pool=pool, max_bytes=20 * pool.page_size)
     tensor.resize(20)
+    return len(tensor.tensor)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a cache", "a sequence"])
+@pytest.mark.parametrize("other", [lambda pool: cache_on(pool).sequence(20 * 8).length // 8, tensor_of])
+def test_what_is_collected_gives_its_pages_to_others(whole: bool, other: Callable[[vmmkv.FramePool], int]) -> None:
+    pool, driver = make_pool(20)
+    lost = cache_on(pool)
+    sequence = lost.sequence(20 * 8)
+    with pytest.raises(OutOfPagesError):
+        cache_on(pool).sequence(1)
+    del sequence
+    if whole:
+        del lost
+    gc.collect()
+    assert other(pool) == 20
     assert driver.num_pages == 20
 
 
@@ -249,7 +213,7 @@ def test_a_tensor_has_what_a_cache_has_left() -> None:
 def test_what_a_collected_cache_could_not_unmap_is_tried_again(call: str) -> None:
     pool, driver = make_pool(20)
     driver.calls = (*driver.calls, "synchronize")
-    cache, lost = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
+    cache, lost = (cache_on(pool) for _ in range(2))
     lost.sequence(9 * 8)
     driver.fail(call)
     del lost
@@ -287,5 +251,5 @@ def test_a_pool_that_a_cache_has_made_for_itself_is_nobody_elses() -> None:
 def test_tokens_behind_a_sequence_are_not_negative(name: str) -> None:
     pool, _ = make_pool(20)
     with pytest.raises(vmmkv.LayoutError, match=f"{name}=-1"):
-        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, **{name: -1})
+        cache_on(pool, **{name: -1})
     assert pool.stats().holders == 0

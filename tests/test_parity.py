@@ -8,9 +8,8 @@ import pytest
 import torch
 import transformers
 from conftest import few
-from parity import reference_kernels
 from parity.batching import check_batching
-from parity.check import CASES, COMPILE, check
+from parity.check import COMPILE, check
 from parity.models import kinds
 
 from vmmkv.integrations.transformers import VmmCache
@@ -55,35 +54,6 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
 def test_requests_on_rows_get_the_tokens_of_generate_or_are_refused(kind: str) -> None:
     outcome = check_batching(kind)
     assert outcome.verdict == ("same" if kind == "LlamaForCausalLM" else "refused"), outcome
-
-
-@pytest.mark.parametrize(
-    ("kind", "argument"),
-    [
-        ("MistralForCausalLM", "window"),
-        ("PhimoeForCausalLM", "window"),
-        ("Gemma2ForCausalLM", "softcap"),
-        ("GptOssForCausalLM", "sinks"),
-        ("LlamaForCausalLM", "starts"),
-        ("GraniteForCausalLM", "scale"),
-    ],
-)
-@pytest.mark.simulator
-def test_an_argument_that_is_lost_is_noticed(kind: str, argument: str) -> None:
-    """Kernels that do not get one of their arguments."""
-    nothing = {"window": 0, "softcap": 0.0, "sinks": None, "scale": None}
-
-    def forgetful(kernel):
-        def run(*args, **kwargs) -> torch.Tensor:
-            lost = torch.zeros_like(kwargs["starts"]) if argument == "starts" else nothing[argument]
-            return kernel(*args, **{**kwargs, argument: lost})
-
-        return run
-
-    kernels = {name: forgetful(getattr(reference_kernels, name)) for name in ("decode", "prefill")}
-    with patch.multiple(reference_kernels, **kernels):
-        (outcome,) = check(kind, cases=CASES[:1])
-    assert outcome.verdict == "differs", outcome
 
 
 @pytest.mark.parametrize("case", [("vmmkv", "VmmCache"), ("vmmkv", COMPILE), ("eager", "VmmCache")])

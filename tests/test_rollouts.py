@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import PATIENCE, join, soon
 from parity.batching import NEW, Answer, answer, config
-from tiny_models import VOCABULARY, tiny_model
+from test_continuous_batching import PAGE_SIZE, ByHand, Served
+from test_continuous_batching import answers as answers_of
+from test_continuous_batching import check_batch as check
+from test_continuous_batching import model as model
+from tiny_models import VOCABULARY
 from transformers import PreTrainedModel
 
 import vmmkv
@@ -21,25 +27,15 @@ from vmmkv.integrations import continuous_batching as rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
-PAGE_SIZE = 4096
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    """A model that is as before afterwards."""
-    model = tiny_model("llama-gqa", "eager", "cpu")
-    yield model
-    rows.disable(model)
-    assert model.config._attn_implementation == "eager"
-
 
 def answers(model: PreTrainedModel, count: int, new: int = NEW) -> list[Answer]:
-    """The answers to random prompts."""
-    random, found = Random(), list[Answer]()
-    while len(found) < count:
-        if each := answer(model, [random.randrange(2, VOCABULARY) for _ in range(random.randint(5, 40))], new):
-            found.append(each)
-    return found
+    return answers_of(model, Random(), count, new=new)
+
+
+def train(model: PreTrainedModel) -> None:
+    ids = torch.randint(2, VOCABULARY, (1, 7))
+    model(ids, labels=ids).loss.backward()
+    model.zero_grad()
 
 
 def physical(pool: vmmkv.FramePool) -> int:
@@ -50,13 +46,8 @@ def make_pool(pages: int = 4000) -> vmmkv.FramePool:
     return vmmkv.FramePool(pages * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
 
 
-def check(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
-    results = model.generate_batch([each.prompt for each in expected], **config(**options)).values()
-    assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
-
-
 def test_a_persistent_manager_gives_memory_back_behind_each_call(model: PreTrainedModel) -> None:
-    """And is the same for the next call, unless that has other settings."""
+    """And is the same for the next call, unless that has other settings, by name or by place."""
     pool, expected = make_pool(), answers(model, 6)
     rows.enable(model, pool=pool, persistent=True)
     check(model, expected)
@@ -67,6 +58,8 @@ def test_a_persistent_manager_gives_memory_back_behind_each_call(model: PreTrain
         assert rows.managers_of(model) == [manager]
     check(model, expected, max_batch_tokens=64)
     assert manager not in rows.managers_of(model)
+    results = model.generate_batch([each.prompt for each in expected], *config(max_batch_tokens=48).values())
+    assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
     assert physical(pool) == 0
 
 
@@ -92,9 +85,9 @@ def test_running_requests_go_on_after_a_sleep(model: PreTrainedModel) -> None:
     """Memory is at 0 meanwhile, and the model may be trained; then they go on."""
     pool, expected, slept, refused = make_pool(), answers(model, 5, new=100), 0, 0
     rows.enable(model, pool=pool)
-    with model.continuous_batching_context_manager(**config()) as manager:
-        names, done = manager.add_requests([each.prompt for each in expected], max_new_tokens=100), dict[str, Any]()
-        while len(done) < len(expected):
+    with Served(model) as served:
+        names, done = served.ask(expected, max_new_tokens=100), dict[str, Any]()
+        while len(done) < len(names):
             if slept < 4 and pool.stats().used_bytes:
                 try:
                     rows.sleep(model)
@@ -102,30 +95,14 @@ def test_running_requests_go_on_after_a_sleep(model: PreTrainedModel) -> None:
                     refused += 1
                 slept += rows.sleep(model, offload=True) > 0
                 assert physical(pool) == 0
-                ids = torch.randint(2, VOCABULARY, (1, 7))
-                model(ids, labels=ids).loss.backward()
-                model.zero_grad()
+                train(model)
                 rows.wake(model)
                 rows.wake(model)
-            if result := manager.get_result(timeout=0.01):
-                done[result.request_id] = result
+            if result := served.manager.get_result(timeout=0.01):
+                done[result.request_id] = result.generated_tokens
     assert slept
     assert refused
-    assert [done[name].generated_tokens for name in names] == [each.tokens for each in expected]
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.001)
-
-
-def test_a_manager_that_sleeps_can_be_stopped(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=make_pool())
-    with model.continuous_batching_context_manager(**config()):
-        rows.sleep(model)
-    assert not rows.managers_of(model)
+    assert done == {name: served.asked[name].tokens for name in names}
 
 
 def test_verls_words(model: PreTrainedModel) -> None:
@@ -141,28 +118,23 @@ def test_verls_words(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_equal_prompts_share_pages_though_they_come_at_once(model: PreTrainedModel, together: int) -> None:
-    """Whether they fit into one pass or not."""
+    """Whether they fit into one pass or not. Once one is computed, all others begin together."""
     pool, most, random = make_pool(), 0, Random()
     while not (one := answer(model, [random.randrange(2, VOCABULARY) for _ in range(300)], 8)):
         pass
     rows.enable(model, pool=pool)
-    pages = -(-len(one.prompt) * kept_bytes(model) // PAGE_SIZE)
-    with model.continuous_batching_context_manager(**config(max_batch_tokens=400 * together)) as manager:
-        names = manager.add_requests([one.prompt] * 8, max_new_tokens=8)
-        done: dict[str, Any] = {}
-        while len(done) < 8:
-            most = max(most, pool.stats().used_bytes // PAGE_SIZE)
-            if result := manager.get_result(timeout=0.001):
-                done[result.request_id] = result
-    assert all(done[name].generated_tokens == one.tokens for name in names)
+    by_hand = ByHand(model, max_batch_tokens=400 * together)
+    for _ in range(8):
+        by_hand.manager.add_request(one.prompt, max_new_tokens=8)
+    steps = 0
+    while by_hand.step():
+        steps, most = steps + 1, max(most, pool.stats().used_bytes // PAGE_SIZE)
+    assert steps <= 8 + 2
+    results = [by_hand.manager.get_result(timeout=0) for _ in range(8)]
+    assert all(result.generated_tokens == one.tokens for result in results)
+    (cache,) = by_hand.processor.cache.kv_caches
+    pages = -(-len(one.prompt) * cache.layout.token_bytes // PAGE_SIZE)
     assert pages <= most < 2 * pages + 8
-
-
-def kept_bytes(model: Any) -> int:
-    """Bytes of K and V of a token."""
-    config = model.config
-    width = config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize
 
 
 def test_a_model_of_peft_is_found(model: PreTrainedModel) -> None:
@@ -175,32 +147,127 @@ def test_a_model_of_peft_is_found(model: PreTrainedModel) -> None:
 
 
 def test_failed_requests_are_raised_where_that_was_asked_for(model: PreTrainedModel) -> None:
+    """And where the manager has failed before it took requests."""
     rows.enable(model, pool=make_pool(8), raise_errors=True)
     with pytest.raises(vmmkv.VmmkvError, match="ended with an error"):
         model.generate_batch([[3] * 400], **config())
+    rows.enable(model, max_bytes=1, raise_errors=True)
+    with pytest.raises(vmmkv.VmmkvError):
+        model.generate_batch([[3] * 4], warmup=False, **config())
 
 
-def test_a_thousand_sleeps_leave_memory_where_it_was(model: PreTrainedModel) -> None:
-    pool = make_pool()
-    rows.enable(model, pool=pool)
-    with model.continuous_batching_context_manager(**config()):
-        for _ in range(1000):
+# ---------------------------------------------------------------------- several threads, callers and failures
+
+
+def test_one_thread_puts_to_sleep_and_another_wakes(model: PreTrainedModel) -> None:
+    """The first may stop it then, and the second may not stop it in a pause, which would wait forever."""
+    with Served(model) as served, ThreadPoolExecutor(1) as other:
+        rows.sleep(model)
+
+        def wake_and_stop() -> None:
+            rows.wake(model)
+            with served.manager.pause(), pytest.raises(RuntimeError, match="inside a pause"):
+                served.manager.stop(timeout=0.1)
+
+        other.submit(wake_and_stop).result(PATIENCE)
+        served.manager.stop()
+        assert not served.manager.is_running()
+
+
+def test_many_threads_put_to_sleep_and_wake(model: PreTrainedModel) -> None:
+    expected = answers(model, 4, new=60)
+    with Served(model, cpu_offload_space=0.01) as served, ThreadPoolExecutor(3) as others:
+        names = served.ask(expected, max_new_tokens=60)
+
+        def sleep_and_wake() -> None:
+            for _ in range(20):
+                rows.sleep(model, offload=True)
+                rows.wake(model)
+
+        slept = [others.submit(sleep_and_wake) for _ in range(3)]
+        served.check_results(names)
+        for each in slept:
+            each.result(PATIENCE)
+
+
+def test_a_pause_in_a_sleep_leaves_the_model_to_who_trains_it(model: PreTrainedModel) -> None:
+    """And a sleep in a pause; also when a call was refused meanwhile."""
+    manager = model.init_continuous_batching(**config())
+    manager.start()
+    manager.stop(keep_for_next_session=True)
+    with Served(model) as served:
+        assert served.manager is manager
+        rows.sleep(model)
+        model.train()
+        with manager.pause():
+            train(model)
+        with pytest.raises(vmmkv.BusyError):
+            model.generate_batch([[3, 4]], **config())
+        train(model)
+        assert model.training
+        rows.wake(model)
+        with manager.pause():
             rows.sleep(model)
             rows.wake(model)
-        assert physical(pool) == 0
-        assert len(rows.managers_of(model)) == 1
-
-
-def test_equal_prompts_begin_together_once_one_is_computed(model: PreTrainedModel) -> None:
-    """Not one with each pass."""
-    (one,) = answers(model, 1)
-    rows.enable(model, pool=make_pool())
-    with model.continuous_batching_context_manager(**config(max_batch_tokens=400)) as manager:
+            train(model)
         with manager.pause():
-            names = manager.add_requests([one.prompt] * 8)
-        done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
-        assert manager.current_batch <= NEW + 2
-    assert all(done[name].generated_tokens == one.tokens for name in names)
+            expected = answers(model, 2)
+        served.check(expected)
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_call_that_is_refused_leaves_the_manager_awake(model: PreTrainedModel) -> None:
+    """Since another caller runs it."""
+    expected = answers(model, 2)
+    rows.enable(model, pool=make_pool(), persistent=True)
+    check(model, expected)
+    with Served(model) as served:
+        with pytest.raises(vmmkv.BusyError, match="start a manager"):
+            check(model, expected)
+        assert not served.manager.is_asleep
+        served.check(expected)
+
+
+@pytest.mark.parametrize("new", [3, 400])
+def test_an_interrupted_call_leaves_nothing_behind(model: PreTrainedModel, new: int) -> None:
+    """The interrupt comes through, though requests run, and memory goes back when they are done."""
+    pool, expected = make_pool(), answers(model, 2)
+    rows.enable(model, pool=pool, persistent=True)
+    check(model, expected)
+    (manager,) = rows.managers_of(model)
+    stop = type(manager).stop
+    with (
+        patch.object(manager, "get_result", side_effect=KeyboardInterrupt),
+        patch.object(manager, "stop", lambda timeout, **told: stop(manager, timeout=0.01, **told)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model.generate_batch([[5] * 20], max_new_tokens=new, **config())
+    soon(lambda: not manager.is_running())
+    assert physical(pool) == 0
+    check(model, expected)
+    assert rows.managers_of(model) == [manager]
+
+
+def test_where_one_manager_cannot_sleep_none_does(model: PreTrainedModel) -> None:
+    pool = make_pool()
+    rows.enable(model, pool=pool)
+    with Served(model) as idle, Served(model) as busy:
+        busy.manager.add_request([5] * 20, max_new_tokens=400)
+        soon(lambda: pool.stats().used_bytes)
+        with pytest.raises(vmmkv.BusyError), patch.object(rows, "managers_of", lambda _: [idle.manager, busy.manager]):
+            rows.sleep(model)
+        assert not idle.manager.is_asleep
+
+
+def test_sleep_while_a_manager_comes_to_its_end(model: PreTrainedModel) -> None:
+    """Of itself, or by an error."""
+    for _ in range(30):
+        with Served(model) as served:
+            thread = threading.Thread(target=served.manager.stop, daemon=True)
+            thread.start()
+            rows.sleep(model)
+            rows.wake(model)
+            join(thread)
 
 
 def test_a_request_waits_for_memory_of_another_process(
@@ -217,9 +284,9 @@ def test_a_request_waits_for_memory_of_another_process(
     ):
         held = cache.sequence(8 * 39)
         rows.enable(model, pool=pool)
-        with model.continuous_batching_context_manager(**config()) as manager:
-            manager.add_request(one.prompt)
-            assert manager.get_result(timeout=8) is None
+        with Served(model) as served:
+            served.manager.add_request(one.prompt)
+            assert served.manager.get_result(timeout=8) is None
             held.free()
-            assert manager.get_result(timeout=60).generated_tokens == one.tokens
+            assert served.manager.get_result(timeout=PATIENCE).generated_tokens == one.tokens
         rows.disable(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from textwrap import dedent
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,34 +91,20 @@ def make_pool() -> vmmkv.FramePool:
 
 
 def test_training_is_the_same_as_without_rows(tmp_path: Path) -> None:
-    run_child(
-        """
+    """In a process of its own: TRL leaves threads behind. A kept manager leaves no memory to training."""
+    code = """
+        from test_rollouts_trl import Path, make_pool, train
+        folder, pool = Path(sys.argv[1]), make_pool()
         stock, ours = train(folder, None), train(folder, make_pool())
         assert ours.completions == stock.completions
         assert ours.losses == stock.losses
         assert ours.weights.equal(stock.weights)
         assert ours.held == [0, 0]
-        """,
-        tmp_path,
-    )
-
-
-def test_a_kept_manager_leaves_no_memory_to_training(tmp_path: Path) -> None:
-    run_child(
-        """
-        pool = make_pool()
-        run = train(folder, pool, sharing=True, persistent=True, raise_errors=True)
-        assert run.held == [0, 0]
+        kept = train(folder, pool, sharing=True, persistent=True, raise_errors=True)
+        assert kept.held == [0, 0]
         assert pool.stats().physical_bytes == 0
-        assert len(run.completions) == len(run.losses) == 2
-        """,
-        tmp_path,
-    )
-
-
-def run_child(code: str, folder: Path) -> None:
-    """Runs a test in a process of its own: TRL leaves threads behind."""
-    names = "from test_rollouts_trl import make_pool, train; from pathlib import Path; folder = Path(sys.argv[1])"
+        assert len(kept.completions) == len(kept.losses) == 2
+    """
     told = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    child = run_python(f"{names}\n{dedent(code)}", str(folder), env=os.environ | told)
+    child = run_python(code, str(tmp_path), env=os.environ | told)
     assert child.returncode == 0, child.stderr

@@ -7,16 +7,19 @@ close decision of the model.
 from __future__ import annotations
 
 import asyncio
+import copy
 import http.client
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -45,15 +48,14 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 import uvicorn  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from transformers.cli.serving.utils import Modality  # noqa: E402
 
 from vmmkv.integrations import serving  # noqa: E402
 
 NEW = 24
 """Tokens of an answer."""
-ENDLESS = 8_000
+ENDLESS = 130_000
 """Tokens of an answer that its test does not wait for."""
-ROW = 8_192
+ROW = 1 << 17
 """Tokens of the longest request."""
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -108,13 +110,28 @@ def address(llama: str) -> Iterator[str]:
         yield address
 
 
+OPTIONS: dict[str, Any] = {
+    "api_key": "none",
+    "max_retries": 0,
+    "timeout": PATIENCE,
+    "default_headers": {"x-request-id": "same"},  # as proxies do that send a request again
+}
+
+
 def client(address: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
+    return openai.AsyncOpenAI(base_url=f"{address}/v1", **OPTIONS)
+
+
+def text_of(address: str, model: str, prompt: str = "w1 w2", **told: Any) -> str:
+    """What follows a prompt."""
+    with openai.OpenAI(base_url=f"{address}/v1", **OPTIONS) as plain:
+        told = {"max_tokens": NEW, "temperature": 0} | told
+        return plain.completions.create(model=model, prompt=prompt, **told).choices[0].text
 
 
 def metrics(address: str) -> dict[str, float]:
     """What Prometheus is told of the one pool, where there is no other label."""
-    with openai.OpenAI(base_url=address, api_key="none", timeout=300) as plain:
+    with openai.OpenAI(base_url=address, **OPTIONS) as plain:
         text = plain.get("/metrics", cast_to=str)
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {sample.name: sample.value for sample in samples if sample.labels.keys() == {"pool", "device"}}
@@ -133,14 +150,11 @@ class Answer(NamedTuple):
 def answers(count: int, name: str = "llama-gqa", device: str = "cpu") -> list[Answer]:
     """Of random prompts those of which no token is a close decision, which another order of sums could turn."""
     random, model, made = Random(), tiny_model(name, "eager", device), []
-    greedy = GenerationConfig(
-        max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
+    told = {"output_logits": True, "return_dict_in_generate": True}
+    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, **told)
     while len(made) < count:
         length = random.randint(1, 60)
-        prompts = torch.tensor(
-            [[random.randrange(VOCABULARY) for _ in range(length)] for _ in range(16)], device=device
-        )
+        prompts = torch.randint(VOCABULARY, (16, length), device=device)
         output = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy)
         best = torch.stack(output.logits).topk(2).values
         is_clear = ((best[..., 0] - best[..., 1]) > 1e-4).all(dim=0)
@@ -246,6 +260,7 @@ def test_200_clients_that_disconnect_leave_no_request_and_no_row(llama: str) -> 
 
     async def all_of_them(address: str) -> list[str | None]:
         async with client(address) as server:
+            await ask(llama, server, answer.prompt, chat=False, stream=False)  # until there is a model none can begin
             asked = [ask(llama, server, answer.prompt, chat=False, stream=number % 2 == 0) for number in range(8)]
             return await asyncio.gather(*asked, *(disconnect(int(address.rpartition(":")[2])) for _ in range(200)))
 
@@ -261,34 +276,16 @@ def test_200_clients_that_disconnect_leave_no_request_and_no_row(llama: str) -> 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("told", [{}, {"max_tokens": 60}, {"max_tokens": 1000}])
 def test_an_answer_that_reaches_the_end_of_its_row_says_so(llama: str, stream: bool, told: dict[str, int]) -> None:
-    async def ends() -> None:
-        async with client(address) as server:
-            plain: dict[str, Any] = {"model": llama, "temperature": 0, "stream": stream} | told
-            found = [
-                await server.completions.create(prompt="w5 w6", **plain),
-                await server.chat.completions.create(messages=[{"role": "user", "content": "w5 w6"}], **plain),
-            ]
-            if stream:
-                found = [[chunk async for chunk in each][-1] for each in found]
-            assert all(each.usage.completion_tokens == min(told.get("max_tokens", 62), 62) for each in found)
-            assert all(each.choices[0].finish_reason == "length" for each in found)
-
+    plain: dict[str, Any] = {"model": llama, "temperature": 0, "stream": stream} | told
+    messages = [{"role": "user", "content": "w5 w6"}]
     with server("--max-bytes", "64MiB", "--max-seq-len", "64") as address:
-        asyncio.run(ends())
-
-
-def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> None:
-    """As proxies do that send a request again; each client gets its own answer."""
-    expected = answers(4)
-
-    async def all_at_once() -> list[str]:
-        async with client(address).with_options(default_headers={"x-request-id": "same"}) as server:
-            asked = [
-                ask(llama, server, each.prompt, chat=False, stream=at % 2 == 0) for at, each in enumerate(expected)
-            ]
-            return await asyncio.gather(*asked)
-
-    assert asyncio.run(all_at_once()) == [each.text for each in expected]
+        sync = openai.OpenAI(base_url=f"{address}/v1", **OPTIONS)
+        found = [sync.completions.create(prompt="w5 w6", **plain)]
+        found.append(sync.chat.completions.create(messages=messages, **plain))
+        for each in [[*each][-1] for each in found] if stream else found:
+            assert each.usage.completion_tokens == min(told.get("max_tokens", 62), 62)
+            assert each.choices[0].finish_reason == "length"
+        sync.close()
 
 
 # ---------------------------------------------------------------------- errors
@@ -329,15 +326,10 @@ def test_an_error_in_a_batch_is_told_to_all_clients(llama: str, monkeypatch: pyt
 
 def test_a_request_that_fits_no_memory_says_what_would_help(llama: str) -> None:
     [answer] = answers(1)
-
-    async def told() -> str:
-        async with client(address) as openai_client:
-            with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
-                await openai_client.completions.create(model=llama, prompt=" ".join(["w5"] * 5_000), max_tokens=2)
-            return await ask(llama, openai_client, answer.prompt, chat=False, stream=False)
-
     with server("--max-bytes", "2MiB", "--max-seq-len", str(ROW)) as address:
-        assert asyncio.run(told()) == answer.text
+        with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
+            text_of(address, llama, " ".join(["w5"] * 5_000))
+        assert text_of(address, llama, answer.prompt) == answer.text
 
 
 def test_servers_share_a_budget(llama: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -382,25 +374,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_a_batch_cannot_do_for_one_request_is_refused_by_name(address: str, llama: str, keeps_states: str) -> None:
     """Also as the first request of all, which decides nothing for later ones; and others are answered."""
     [answer] = answers(1)
-
-    async def all_of_them() -> list[str]:
-        async with client(address) as server:
-            plain: dict[str, Any] = {"model": llama, "prompt": answer.prompt, "max_tokens": NEW, "temperature": 0}
-            for wrong, reason in [*REFUSED, ({"model": keeps_states}, "keeps something else")]:
-                with pytest.raises(openai.BadRequestError, match=reason) as refused:
-                    await server.completions.create(**plain | wrong)
-                assert refused.value.type == "invalid_request_error"
-            neutral = json.dumps({"num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": NEW})
-            hot = json.dumps({"do_sample": True, "temperature": 1e9})
-            found = [
-                await server.completions.create(**plain, n=1, frequency_penalty=0.0, seed=7, user="somebody"),
-                await server.completions.create(**plain, extra_body={"generation_config": neutral}),
-                await server.completions.create(**plain | {"temperature": None}, extra_body={"generation_config": hot}),
-            ]
-            return [each.choices[0].text for each in found]
-
-    first, second, random = asyncio.run(all_of_them())
-    assert first == second == answer.text != random
+    for wrong, reason in [*REFUSED, ({"model": keeps_states}, "keeps something else")]:
+        with pytest.raises(openai.BadRequestError, match=reason) as refused:
+            text_of(address, **{"model": llama, "prompt": answer.prompt} | wrong)
+        assert refused.value.type == "invalid_request_error"
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "max_new_tokens": NEW}
+    neutral, hot = (
+        {"extra_body": {"generation_config": json.dumps(each)}}
+        for each in (neutral, {"do_sample": True, "temperature": 1e9})
+    )
+    for told in ({"n": 1, "frequency_penalty": 0.0, "seed": 7, "user": "somebody"}, neutral):
+        assert text_of(address, llama, answer.prompt, **told) == answer.text
+    assert text_of(address, llama, answer.prompt, temperature=None, **hot) != answer.text
 
 
 def test_requests_of_one_batch_are_sampled_each_in_its_own_way() -> None:
@@ -422,84 +407,31 @@ def test_top_p_is_each_requests_where_the_model_has_one(tmp_path: Path) -> None:
     folder = save("llama-gqa", tmp_path)
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, max_new_tokens=NEW).save_pretrained(folder)
     [answer] = answers(1)
-
-    async def two() -> list[str]:
-        async with client(address) as server_:
-            hot = {"model": folder, "prompt": answer.prompt, "temperature": 100.0, "max_tokens": NEW}
-            return [(await server_.completions.create(**hot, top_p=p)).choices[0].text for p in (1e-9, 1.0)]
-
     with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
-        narrow, wide = asyncio.run(two())
+        narrow, wide = (text_of(address, folder, answer.prompt, temperature=100.0, top_p=p) for p in (1e-9, 1.0))
     assert narrow == answer.text != wide
 
 
 # ---------------------------------------------------------------------- models
 
 
-def complete(address: str, model: str) -> str:
-    """What follows two words."""
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as plain:
-        made = plain.completions.create(model=model, prompt="w1 w2", max_tokens=NEW, temperature=0)
-    return made.choices[0].text
-
-
 def test_several_models_answer_one_after_another(llama: str, tmp_path: Path) -> None:
     """Each gives what it gives alone. After `/reset` a folder's model has the weights that the folder has by then."""
     folder = save("llama-gqa", tmp_path)
-    other = tiny_model("llama-gqa", "eager", "cpu")
+    other = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
     with torch.no_grad():
         other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
-    with server("--max-bytes", "64MiB") as address, openai.OpenAI(base_url=address, api_key="x") as plain:
-        first = complete(address, llama)
-        assert complete(address, folder) == first == complete(address, llama)
+    with server("--max-bytes", "64MiB") as address, openai.OpenAI(base_url=address, **OPTIONS) as plain:
+        first = text_of(address, llama)
+        assert text_of(address, folder) == first == text_of(address, llama)
         other.save_pretrained(folder)
         plain.post("/reset", cast_to=object)
-        second = complete(address, folder)
-        assert second != first == complete(address, llama)
-        assert complete(address, folder) == second
+        second = text_of(address, folder)
+        assert second != first == text_of(address, llama)
+        assert text_of(address, folder) == second
         soon(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
     with server("--max-bytes", "64MiB", folder) as address:
-        assert complete(address, folder) == second
-
-
-def test_an_answer_that_another_model_ends_says_so(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch goes on for two seconds after a request for another model, which is answered then."""
-    other = save("llama-gqa", tmp_path)
-    may_go_on, step, stop = threading.Event(), RowProcessor._generation_step, RowManager.stop
-    may_go_on.set()
-
-    def wait_and_step(*args: Any) -> None:
-        assert may_go_on.wait(PATIENCE)
-        step(*args)
-
-    def stop_at_once(*args: Any, hard_stop: bool = False, **kwargs: Any) -> None:
-        if hard_stop:
-            may_go_on.set()
-        stop(*args, hard_stop=hard_stop, **kwargs)
-
-    monkeypatch.setattr(RowProcessor, "_generation_step", wait_and_step)
-    monkeypatch.setattr(RowManager, "stop", stop_at_once)
-    spy = patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request)
-
-    async def two(address: str) -> None:
-        async with client(address) as server:
-            given: dict[str, Any] = {"model": llama, "prompt": "w5", "max_tokens": ENDLESS}
-            with spy as added, calls(RowManager, "add_request") as until:
-                stream = await server.completions.create(**given, stream=True)
-                plain = asyncio.create_task(server.completions.create(**given))
-                await asyncio.to_thread(until, lambda: added.call_count == 2)
-            await anext(aiter(stream))
-            may_go_on.clear()  # these answers take as long as they may
-            assert await ask(other, server, "w6", chat=False, stream=False)
-            with pytest.raises(openai.InternalServerError, match="finished before this request"):
-                await plain
-            with pytest.raises(openai.APIError) as cut_off:
-                async for _ in stream:
-                    pass
-            assert "finished before this request" in f"{cut_off.value.body}"
-
-    with server("--max-bytes", "64MiB", "--max-seq-len", str(ROW)) as address:
-        asyncio.run(two(address))
+        assert text_of(address, folder) == second
 
 
 # ---------------------------------------------------------------------- start and end
@@ -512,10 +444,10 @@ def test_a_server_that_has_its_model_warms_up_before_anybody_asks(llama: str) ->
         with server(llama, "--max-bytes", "64MiB") as address:
             (manager,) = warm.call_args.args
             with patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request) as asked:
-                complete(address, llama)
+                text_of(address, llama)
             assert asked.call_args.args[0] is manager
         with server("--max-bytes", "64MiB") as address:
-            complete(address, llama)
+            text_of(address, llama)
         assert warm.call_count == 1
 
 
@@ -555,13 +487,64 @@ def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
     assert not started.call_args.args[0].is_running()
 
 
-def test_models_that_transformers_does_not_batch_stay_with_it() -> None:
-    """Models of pictures, and of sound, for which transformers knows no modality."""
-    state = serving.RowState(pytest.fail, continuous_batching=True)
-    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
-    models = serving.ModelManager(device="cpu")
-    whisper = SimpleNamespace(model=type("WhisperForConditionalGeneration", (), {})(), processor=object())
-    models.loaded_models["whisper@main"] = whisper  # type: ignore[assignment]
-    serving._build(models, None, None, None, None, None, generation_state=state)
-    assert state.is_cb_alive()
-    vmmkv.publication.unpublish()
+# ---------------------------------------------------------------------- signals
+
+
+class Child(NamedTuple):
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+
+@contextmanager
+def child(model: str) -> Iterator[Child]:
+    """A server that has begun to serve, on a port that it was given by the kernel."""
+    command = [sys.executable, "-c", "from vmmkv.cli import main; main()", "serve", model, "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--max-bytes", "64MiB", "--max-seq-len", "131072"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            written: list[str] = []
+            for line in process.stdout:
+                written.append(line)
+                if found := re.search(r"running on http://127\.0\.0\.1:(\d+)", line):
+                    break
+            else:
+                raise AssertionError("".join(written))
+            yield Child(process, int(found[1]))
+        finally:
+            process.kill()
+
+
+def connect(port: int, **fields: Any) -> http.client.HTTPConnection:
+    """A client that has asked for more tokens than anybody waits for."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    body = json.dumps({"prompt": "w5 w6", "max_tokens": ENDLESS} | fields)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    return connection
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_impatient", [False, True])
+def test_a_signal_ends_a_server_whose_clients_wait_or_have_gone(llama: str, is_impatient: bool) -> None:
+    """One client streams, one waits for an answer in one piece, and both are told why it ends; one client has gone."""
+    with child(llama) as server, closing(connect(server.port, stream=True)) as streaming:
+        answer = streaming.getresponse()
+        assert answer.read(1)
+        with closing(connect(server.port)) as waiting:
+            gone = connect(server.port)
+            soon(lambda: metrics(f"http://127.0.0.1:{server.port}")["vmmkv:num_sequences"] == 3)
+            gone.close()
+            server.process.send_signal(signal.SIGINT)
+            while is_impatient and server.process.poll() is None:
+                server.process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    server.process.wait(timeout=0.1)
+            refused = waiting.getresponse()
+            assert refused.status == 503
+            assert "finished before" in json.loads(refused.read())["error"]["message"]
+        assert b'"error": "Generation loop finished before' in answer.read().splitlines()[-2]
+        written = server.process.communicate(timeout=PATIENCE)[0]
+    assert "Traceback" not in written
+    assert "Application shutdown complete" in written

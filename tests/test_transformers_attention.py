@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import few, seed_alone
-from generation import caches, left_padding, random_tokens, vmm_cache
+from conftest import seed_alone
+from generation import caches, check_same_generation, left_padding, random_tokens
 from parity import reference_kernels
 from parity.models import build
 from tiny_models import WIDE_MODELS, tiny_model
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -32,65 +33,6 @@ import vmmkv
 from vmmkv.integrations import attention
 from vmmkv.integrations.masks import Spans, make_mask
 
-IN_SIMULATOR = ["gemma2-wide", "gpt-oss-wide"]
-"""Windows, soft caps and sinks between the two: the simulator takes seconds for each."""
-
-
-def logits_of(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, chunks: tuple[int, ...]) -> list:
-    """Logits of unmasked tokens, chunk by chunk, with a `DynamicCache` and with a `VmmCache`."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = []
-    for cache in caches(model):
-        parts, start = [], 0
-        for length in chunks:
-            chunk = slice(start, start + length)
-            start = chunk.stop
-            with torch.no_grad():
-                output = model(
-                    tokens[:, chunk],
-                    attention_mask=mask[:, :start],
-                    position_ids=positions[:, chunk],
-                    past_key_values=cache,
-                )
-            parts.append(output.logits)
-        logits.append(torch.cat(parts, 1)[mask[:, :start].bool()])
-    return logits
-
-
-@pytest.mark.parametrize("name", few(1, "simulator", IN_SIMULATOR) + sorted(WIDE_MODELS.keys() - IN_SIMULATOR))
-@pytest.mark.simulator
-def test_kernels_give_the_same_logits(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, a chunk of many tokens, one of a few, and single tokens, behind left padding."""
-    if device == "cpu" and name not in IN_SIMULATOR:
-        pytest.skip("the simulator is slow: it has one of two models")
-    monkeypatch.setattr(attention, "_attend_without_kernels", None)  # whoever calls it fails
-    tokens = random_tokens(tiny_model(name, "eager", device), 2, 24)
-    mask = left_padding(tokens)
-    chunks = (10, 9, 3, 1, 1) if device == "cuda" else (9, 2)
-    expected, _ = logits_of(tiny_model(name, "eager", device), tokens, mask, chunks)
-    for logits in logits_of(tiny_model(name, "vmmkv", device), tokens, mask, chunks):
-        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
-
-
-def holes(mask: torch.Tensor) -> torch.Tensor:
-    mask[:, 3] = mask[0, 9] = 0
-    return mask
-
-
-def right_padding(mask: torch.Tensor) -> torch.Tensor:
-    mask[0, 7:] = 0
-    return mask
-
-
-@pytest.mark.parametrize("damage", [holes, right_padding])
-def test_other_masks_than_left_padding_run_on_sdpa(damage, device: str) -> None:
-    tokens = random_tokens(tiny_model("llama-gqa-wide", "sdpa", device), 2, 12)
-    mask = damage(torch.ones_like(tokens))
-    chunks = (10, 1, 1)
-    expected, _ = logits_of(tiny_model("llama-gqa-wide", "sdpa", device), tokens, mask, chunks)
-    for logits in logits_of(tiny_model("llama-gqa-wide", "vmmkv", device), tokens, mask, chunks):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
 
 def test_gradients_flow_through_sdpa(device: str) -> None:
     """Without a cache, as in training."""
@@ -107,21 +49,12 @@ def test_gradients_flow_through_sdpa(device: str) -> None:
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_fallback_is_warned_of_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
-    logging.warning_once.cache_clear()
-    model = tiny_model("llama-gqa", "vmmkv", device)
-    for _ in range(2):
-        with torch.no_grad():
-            model(random_tokens(model, 1, 5), past_key_values=DynamicCache(config=model.config))
-    assert [message for message in caplog.messages if "no kernels for heads of 8 and 8 in torch.float32" in message]
-    assert len(caplog.messages) == 1
-
-
 # ---------------------------------------------------------------------- masks
 
 
-def a_mask(function=causal_mask_function, q_length: int = 5, offset: int = 4, **kwargs) -> dict:
-    """What transformers asks a mask with, of 3 sequences."""
+def a_mask(*functions: Any, q_length: int = 5, offset: int = 4, **kwargs: Any) -> dict[str, Any]:
+    """What transformers asks a mask with, of 3 sequences: for what all functions show."""
+    function = and_masks(*functions) if len(functions) > 1 else (*functions, causal_mask_function)[0]
     kwargs = {"kv_length": q_length + offset, "use_vmap": False, "config": None, "dtype": torch.float32, **kwargs}
     return {"batch_size": 3, "q_length": q_length, "q_offset": offset, "mask_function": function, **kwargs}
 
@@ -136,7 +69,7 @@ def test_spans_stand_for_the_mask_of_eager_attention() -> None:
         length = q_length + offset
         padded = torch.arange(length) >= torch.tensor([0, random.randint(0, length - 1), length - 1])[:, None]
         padded = random.choice([None, padded, torch.nn.functional.pad(padded, (0, behind))])
-        asked = a_mask(function, q_length, offset, kv_offset=lost, attention_mask=padded)
+        asked = a_mask(function, q_length=q_length, offset=offset, kv_offset=lost, attention_mask=padded)
         asked |= {"kv_length": length - lost + behind, "local_size": window or None}
         expected = eager_mask(**asked)
         spans = make_mask(**asked)
@@ -147,28 +80,24 @@ def test_spans_stand_for_the_mask_of_eager_attention() -> None:
 
 
 HOLES = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]] * 3).bool()
-PACKED = torch.tensor([[0, 0, 0, 1, 1]] * 3), torch.tensor([[0, 1, 2, 0, 1]] * 3)
+WINDOW, OTHER = sliding_window_causal_mask_function(3), lambda b, h, q, k: k != 6
+MASKS = [
+    a_mask(attention_mask=HOLES),
+    a_mask(attention_mask=HOLES.flip(1).cummin(1).values),
+    a_mask(attention_mask=HOLES[:, 3:]),
+    a_mask(chunked_causal_mask_function(4, torch.tensor([0, 1, 2])), local_size=4),
+    a_mask(bidirectional_mask_function, offset=0, allow_is_bidirectional_skip=False),
+    a_mask(sliding_window_bidirectional_mask_function(3), offset=0, local_size=3, allow_is_bidirectional_skip=True),
+    a_mask(or_masks(causal_mask_function, lambda b, h, q, k: k < 6), use_vmap=True),
+    a_mask(WINDOW, OTHER, use_vmap=True, local_size=3),
+    a_mask(WINDOW, causal_mask_function, OTHER),
+    a_mask(or_masks(WINDOW, lambda b, h, q, k: k < 6), local_size=3),
+    a_mask(packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1]] * 3)), offset=0, allow_is_causal_skip=False),
+    a_mask(sliding_window_overlay(3), bidirectional_mask_function, offset=0, local_size=3),
+]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        a_mask(attention_mask=HOLES),
-        a_mask(attention_mask=HOLES.flip(1).cummin(1).values),
-        a_mask(attention_mask=HOLES[:, 3:]),
-        a_mask(chunked_causal_mask_function(4, torch.tensor([0, 1, 2])), local_size=4),
-        a_mask(bidirectional_mask_function, offset=0, allow_is_bidirectional_skip=False),
-        a_mask(sliding_window_bidirectional_mask_function(3), offset=0, local_size=3, allow_is_bidirectional_skip=True),
-        a_mask(or_masks(causal_mask_function, lambda b, h, q, k: k < 6), use_vmap=True),
-        a_mask(
-            and_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k != 6), use_vmap=True, local_size=3
-        ),
-        a_mask(and_masks(sliding_window_causal_mask_function(3), causal_mask_function, lambda b, h, q, k: k != 6)),
-        a_mask(or_masks(sliding_window_causal_mask_function(3), lambda b, h, q, k: k < 6), local_size=3),
-        a_mask(packed_sequence_mask_function(PACKED[0]), offset=0, allow_is_causal_skip=False),
-        a_mask(and_masks(sliding_window_overlay(3), bidirectional_mask_function), offset=0, local_size=3),
-    ],
-)
+@pytest.mark.parametrize("asked", MASKS)
 def test_masks_that_spans_cannot_say_are_those_of_eager_attention(asked: dict) -> None:
     mask = make_mask(**asked)
     assert not isinstance(mask, Spans)
@@ -338,23 +267,15 @@ def test_a_decoder_that_looks_both_ways(padded: bool) -> None:
 # ---------------------------------------------------------------------- models
 
 
-def test_models_with_their_own_attention_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_with_their_own_attention_keep_it_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.warning_once.cache_clear()
     for _ in range(2):
         model = build("GPTNeoForCausalLM", "vmmkv")
         assert model.config._attn_implementation == "eager"
     (message,) = caplog.messages
     assert 'attn_implementation="vmmkv" is not for GPTNeoForCausalLM' in message
-    assert "VmmCache works" in message
-    tokens = random_tokens(model, 2, 6)
-    cache = vmm_cache(model.config, "cpu")
-    lengths = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    assert torch.equal(model.generate(tokens, past_key_values=cache, **lengths), model.generate(tokens, **lengths))
-
-
-def test_a_model_that_is_told_later_does_not_change(caplog: pytest.LogCaptureFixture) -> None:
+    check_same_generation(model, random_tokens(model, 2, 6), *caches(model))
     model = build("DogeForCausalLM", "sdpa")
     model.set_attn_implementation("vmmkv")
     assert model.config._attn_implementation == "eager"
-    model = tiny_model("llama-gqa", "vmmkv", "cpu")
-    assert model.config._attn_implementation == "vmmkv"
+    assert tiny_model("llama-gqa", "vmmkv", "cpu").config._attn_implementation == "vmmkv"

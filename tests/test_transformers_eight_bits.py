@@ -3,122 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROUNDS, each_with_few
-from generation import PAGE_SIZE, left_padding, random_tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import each_with_few
+from generation import PAGE_SIZE, RoundingCache, check_same_generation, left_padding, random_tokens
+from generation import uncompiled as uncompiled
 from parity.batching import answer, config, without_kernels
-from tiny_models import DECODER, MIXED, tiny_model
-from transformers import Cache, DynamicCache, EncoderDecoderCache, Gemma3TextConfig, LlamaConfig
+from tiny_models import DECODER, tiny_model
+from transformers import Cache, EncoderDecoderCache, LlamaConfig
 
 import vmmkv
 from vmmkv.integrations import attention, row_writes
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations import states as kept_states
 from vmmkv.integrations.batching import packed
 from vmmkv.integrations.batching.packed import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
 from vmmkv.integrations.states import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
-from vmmkv.kernels.quantized import dequantize, quantize
+from vmmkv.kernels.quantized import quantize
 from vmmkv.layout import KV_DTYPES
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 MODES = [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}]
-
-
-def rounded(states: torch.Tensor, kv_dtype: str) -> torch.Tensor:
-    return dequantize(*quantize(states, KV_DTYPES[kv_dtype]), states.dtype)
-
-
-class RoundingCache(DynamicCache):
-    """What comes first attends to itself as it is, unless `always`, and what comes later to what was rounded."""
-
-    def __init__(self, config: Any, kv_dtype: str, always: bool = False) -> None:
-        super().__init__(config=config)
-        self.config, self.kv_dtype, self.always = config, kv_dtype, always
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        is_alone = not (self.always or self.get_seq_length(layer_idx))
-        attended = super().update(rounded(keys, self.kv_dtype), rounded(values, self.kv_dtype), layer_idx)
-        return (keys, values) if is_alone else attended
 
 
 def pair(config: Any, kv_dtype: str, page_size: int = 4096) -> list[Cache]:
     return [VmmCache(config, 400, page_size=page_size, kv_dtype=kv_dtype), RoundingCache(config, kv_dtype)]
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kept_states, "PIECE", 300)  # so that most is rounded in several
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-# ---------------------------------------------------------------------- what caches give to attention
-
-
 def forward(rows: int, tokens: int, dtype: torch.dtype, *caches: Cache) -> None:
     for index in range(len(caches[0].layers)):
-        k, v = torch.randn(2, rows, 2, tokens, 24).mul(torch.randn(24).exp()).to(dtype)
+        k, v = torch.randn(2, rows, 2, tokens, 24).to(dtype)
         found, expected = [cache.update(k, v, index) for cache in caches]
         assert all(map(torch.equal, found, expected))
-        assert [states.dtype for states in found] == [dtype] * 2
-        assert isinstance(found[0], ScaledStates) <= (caches[1].config._attn_implementation == "vmmkv")
-
-
-def selections(random: Random, rows: int) -> list[int]:
-    return [random.randrange(rows) for _ in range(random.randint(1, 5))]
-
-
-@settings(max_examples=20 * ROUNDS)
-@given(
-    seed=st.integers(0, 2**32), kv_dtype=st.sampled_from([*KV_DTYPES]), dtype=st.sampled_from(["float32", "bfloat16"])
-)
-def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> None:
-    """Caches grow, are cropped, reordered, repeated, cut, copied, and go on; those that were copied as well."""
-    random = Random(seed)
-    windows = random.random() < 0.3
-    config = Gemma3TextConfig(**DECODER, **MIXED) if windows else LlamaConfig(**DECODER)
-    config._attn_implementation = random.choice(["vmmkv", "flex_attention"])
-    family = [pair(config, kv_dtype)]
-    for _ in range(8 * ROUNDS):
-        index = random.randrange(len(family))
-        caches = family[index]
-        rows = caches[0].layers[0].rows
-        what = random.choice(["grow"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "reset"])
-        if what == "grow" or not rows:
-            forward(rows or random.randint(1, 3), random.choice([1, 1, 2, 9, 30]), getattr(torch, dtype), *caches)
-        elif what == "crop" and not windows:
-            tokens = random.randint(1, 12)
-            for cache in caches:
-                cache.crop(-min(tokens, cache.get_seq_length() - 1))
-        elif what == "reorder":
-            order = torch.tensor([random.randrange(rows) for _ in range(rows)])
-            for cache in caches:
-                cache.reorder_cache(order)
-        elif what == "repeat" and rows < 4:
-            for cache in caches:
-                cache.batch_repeat_interleave(2)
-        elif what == "select":
-            chosen = torch.tensor(selections(random, rows))
-            for cache in caches:
-                cache.batch_select_indices(chosen)
-        elif what == "copy" and len(family) < 4:
-            family.append([copy.deepcopy(cache) for cache in caches])
-        elif what == "reset":
-            caches[0].reset()
-            caches[1] = RoundingCache(config, kv_dtype)
-    for caches in family:
-        rows = caches[0].layers[0].rows
-        forward(rows or 1, 1, getattr(torch, dtype), *caches)
 
 
 # ---------------------------------------------------------------------- what models make of it
@@ -132,13 +53,10 @@ def test_generation(name: str, kv_dtype: str, mode: dict, device: str) -> None:
     """Of beams, and of drafts that are refused; models whose K differ from V in width, and that read `keys` again."""
     model = tiny_model(name, "sdpa", device)
     tokens = random_tokens(model, 1, 9).repeat(1, 3)
-    page_size, outputs = PAGE_SIZE[device], []
-    caches, others = zip(*(pair(model.config, kv_dtype, page_size=page_size) for _ in range(2)))
-    for cache in (caches, others):
-        arguments = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": 12}
-        cache = EncoderDecoderCache(*cache) if model.config.is_encoder_decoder else cache[0]
-        outputs.append(model.generate(tokens, past_key_values=cache, min_new_tokens=12, **arguments, **mode))
-    assert torch.equal(*outputs)
+    made = zip(*(pair(model.config, kv_dtype, PAGE_SIZE[device]) for _ in range(2)))
+    is_seq2seq = model.config.is_encoder_decoder
+    ours, reference = (EncoderDecoderCache(*both) if is_seq2seq else both[0] for both in made)
+    check_same_generation(model, tokens, ours, reference, **mode)
 
 
 @pytest.mark.parametrize(
@@ -193,34 +111,25 @@ def test_the_kernel_writes_the_same_bits(kv_dtype: str, device: str, monkeypatch
 # ---------------------------------------------------------------------- continuous batching
 
 
-def batched(
-    name: str, kv_dtype: str, prompts: list[list[int]], new: int, max_batch_tokens: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """What continuous batching makes of prompts, twice, the second time with what is known of the first; and what
-    `generate` makes of them, of those where that is clear."""
-    model = tiny_model(name, "eager", "cpu")
-    found = [answer(model, prompt, new, RoundingCache(model.config, kv_dtype, always=True)) for prompt in prompts]
-    expected = [each for each in found if each]
-    pool = vmmkv.FramePool(200 * 4096, device="cpu", page_size=4096)
-    rows.enable(model, pool=pool, max_seq_len=100, kv_dtype=kv_dtype)
-    try:
-        options = config(max_batch_tokens=max_batch_tokens)
-        options["generation_config"].max_new_tokens = new
-        results = model.generate_batch([each.prompt for each in expected] * 2, **options)
-    finally:
-        rows.disable(model)
-    return [result.generated_tokens for result in results.values()], [each.tokens for each in expected] * 2
-
-
 @pytest.mark.parametrize(("name", "kv_dtype"), each_with_few(1, ["llama-gqa", "gemma3", "gpt-oss"], KV_DTYPES))
 def test_continuous_batching(name: str, kv_dtype: str) -> None:
     """Prompts in chunks, beside decode, with beginnings that are known, windows and sinks: every token attends to what
-    is kept."""
-    begin, *ends = (random_tokens(tiny_model(name, "eager", "cpu"), 30, seed=seed).tolist() for seed in range(6))
-    with without_kernels():
-        found, expected = batched(name, kv_dtype, [begin + end[: 3 * i] for i, end in enumerate(ends, 1)], 12, 32)
+    is kept, also of the same requests before."""
+    model = tiny_model(name, "eager", "cpu")
+    begin, *ends = (random_tokens(model, 30, seed=seed).tolist() for seed in range(6))
+    prompts = [begin + end[: 3 * i] for i, end in enumerate(ends, 1)]
+    found = [answer(model, prompt, 12, RoundingCache(model.config, kv_dtype, always=True)) for prompt in prompts]
+    expected = [each for each in found if each] * 2
+    rows.enable(
+        model, pool=vmmkv.FramePool(200 * 4096, device="cpu", page_size=4096), max_seq_len=100, kv_dtype=kv_dtype
+    )
+    try:
+        with without_kernels():
+            results = model.generate_batch([each.prompt for each in expected], **config()).values()
+    finally:
+        rows.disable(model)
     assert expected
-    assert found == expected
+    assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
 
 
 @pytest.mark.parametrize("prompts", [True, False], ids=["mixed", "decode"])
@@ -291,17 +200,3 @@ def test_copies_are_not_taken_for_what_is_kept(kv_dtype: str) -> None:
         with pytest.raises(vmmkv.UnsupportedError, match="8 bits"):
             write(states)
     assert torch.equal(states, expected)
-
-
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_same_memory_holds_nearly_twice_the_tokens(kv_dtype: str) -> None:
-    """Scales included, of heads of 128 in bf16; pages take as many more."""
-    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2, "head_dim": 128, "num_key_value_heads": 8})
-    used = []
-    for chosen in (None, kv_dtype):
-        cache = VmmCache(config, 4000, page_size=4096, kv_dtype=chosen)
-        for layer in range(2):
-            cache.update(*torch.zeros(2, 1, 8, 300, 128, dtype=torch.bfloat16), layer)
-        (kv_cache,) = cache.kv_caches
-        used.append(kv_cache.stats().pages["used"])
-    assert used[0] >= 1.9 * used[1]

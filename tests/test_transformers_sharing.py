@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -16,35 +16,23 @@ import pytest
 import torch
 from conftest import on_driver, seed_alone
 from faulty import FaultyDriver
-from generation import (
-    LENGTHS,
-    PAGE_SIZE,
-    _kernels_for_all,  # noqa: F401  # a fixture
-    _reference_kernels,  # noqa: F401  # a fixture
-    caches,
-    inside_a_graph,
-    left_padding,
-    random_tokens,
-)
+from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens, vmm_cache
+from generation import kernels_for_all as kernels_for_all
+from generation import reference_kernels as reference_kernels
+from generation import uncompiled as uncompiled
 from tiny_models import DECODER, tiny_model
 from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 import vmmkv
 from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import open_driver
-from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
 
 MODELS = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next"]
 COMPILED = ["llama-gqa-wide", "mistral-wide", "gemma3-wide", "gemma4"]
 """For the last there are no kernels."""
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled", "reference_kernels")
 
 
 def forward(rows: int, tokens: int, *caches: Cache) -> None:
@@ -75,7 +63,14 @@ def check(cache: VmmCache, reference: DynamicCache) -> None:
 
 
 def used(cache: VmmCache) -> int:
-    return sum(kv_cache.stats().pages["used"] for kv_cache in cache.kv_caches)
+    return sum(pages(cache))
+
+
+def on_faulty() -> tuple[FaultyDriver, VmmCache, DynamicCache]:
+    """A driver whose calls can fail, a cache on it, and what that is compared with."""
+    driver, config = FaultyDriver(open_driver("cpu", 4096)), LlamaConfig(**DECODER)
+    pool = on_driver(driver, vmmkv.FramePool, "16MiB")
+    return driver, VmmCache(config, 400, pool=pool), DynamicCache(config=config)
 
 
 def full_pages(cache: VmmCache, tokens: int) -> int:
@@ -90,7 +85,6 @@ def full_pages(cache: VmmCache, tokens: int) -> int:
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True}], ids=str)
-@pytest.mark.usefixtures("reference_kernels")
 @pytest.mark.parametrize("name", [*MODELS, *COMPILED])
 def test_a_prompt_goes_on_in_copies(name: str, mode: dict) -> None:
     """The cache that was copied goes on as well; copies are copied, and end in any order."""
@@ -117,23 +111,6 @@ def test_a_prompt_goes_on_in_copies(name: str, mode: dict) -> None:
         assert torch.equal(output, expected)
 
 
-@pytest.mark.few(3)
-@pytest.mark.usefixtures("reference_kernels")
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", *COMPILED])
-def test_copies_drop_what_was_proposed_and_refused(name: str) -> None:
-    """With each crop the next tokens come to lie further in front, down to where the prompt ends."""
-    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
-    prompt = random_tokens(model, 1, 9).repeat(1, 5)
-    outputs = []
-    for cache in caches(model, compile=compile):
-        with torch.no_grad():
-            model(prompt[:, :-1], past_key_values=cache)
-        for each in (copy.deepcopy(cache), copy.deepcopy(cache), cache):
-            arguments = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "prompt_lookup_num_tokens": 6}
-            outputs.append(model.generate(prompt, past_key_values=each, **arguments, **LENGTHS))
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
 def extended(mask: torch.Tensor, tokens: torch.Tensor, rows: int) -> torch.Tensor:
     """A mask with as many tokens more."""
     mask = mask[:: rows // len(tokens)]
@@ -154,6 +131,7 @@ def test_what_is_full_lies_in_memory_once() -> None:
         family.append((copy.deepcopy(source), copy.deepcopy(expected)))
     assert all(each.kv_caches == cache.kv_caches for each, _ in family)
     assert used(cache) == pages
+    assert copy.deepcopy(cache).kv_caches != cache.kv_caches, "there are no rows left: it was copied"
     for each, expected in family:
         forward(3, Random().randint(1, 20), each, expected)
     for kv_cache in cache.kv_caches:
@@ -168,36 +146,6 @@ def test_what_is_full_lies_in_memory_once() -> None:
             kv_cache.check()
 
 
-def test_there_are_rows_again_where_a_copy_has_ended() -> None:
-    cache, reference = pair(2, 50)
-    others = [copy.deepcopy(cache) for _ in range(MAX_BATCHES - 1)]
-    apart = copy.deepcopy(cache)
-    assert apart.kv_caches != cache.kv_caches, "there are no rows left: it was copied"
-    assert apart.pools == cache.pools
-    forward(2, 9, cache, reference, apart)
-    for _ in range(5):
-        del others[Random().randrange(len(others))]
-        gc.collect()
-        others.append(copy.deepcopy(cache))
-        assert others[-1].kv_caches == cache.kv_caches
-    forward(2, 9, cache, reference, apart, *others[-1:])
-    check(apart, reference)
-    check(others[-1], reference)
-    check(cache, reference)
-
-
-@pytest.mark.parametrize("fitting", [0, 1, 3])
-def test_long_rows_leave_room_for_fewer_copies(fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    row_bytes = 400 * vmmkv.KVLayout(4, 2, 16, torch.float32).token_bytes
-    monkeypatch.setattr(batch, "MAX_ADDRESSES", 64 * row_bytes * fitting + 1)
-    cache, reference = pair(1, 30)
-    family = [cache, *(copy.deepcopy(cache) for _ in range(4))]
-    assert sum(each.kv_caches == cache.kv_caches for each in family) == max(fitting, 1)
-    forward(1, 9, reference, *family)
-    for each in family:
-        check(each, reference)
-
-
 def test_who_looks_at_keys_may_write_to_them() -> None:
     """Before or after a copy was made, in the copy or in what it was made of."""
     cache, reference = pair(2, 50)
@@ -207,9 +155,10 @@ def test_who_looks_at_keys_may_write_to_them() -> None:
         each.layers[2].values[:, :, 3] = 7
     check(cache, reference)
     check(twin, expected)
+    views = [each.layers[0].keys for each in (twin, expected)]
     again, expected_again = copy.deepcopy(twin), copy.deepcopy(expected)
-    for each in (twin, expected):
-        each.layers[0].keys.fill_(3)
+    for keys in views:
+        keys.fill_(3)
     check(again, expected_again)
     check(twin, expected)
     twin.reset()
@@ -233,49 +182,17 @@ def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
     check(twin, expected)
 
 
-@pytest.mark.usefixtures("kernels_for_all")
-def test_compiled_passes_write_behind_what_is_shared() -> None:
-    cache, reference = pair(2, 50, compile=True)
-    for tokens in (1, 1, 7):
-        for _ in range(2):
-            twin, expected = copy.deepcopy(cache), copy.deepcopy(reference)
-            assert twin.kv_caches == cache.kv_caches
-            for each, other in ((cache, reference), (twin, expected)):
-                each.get_mask_sizes(tokens, 0)
-                compiled(each, other, tokens)
-                each.crop(-1)
-                other.crop(-1)
-    check(cache, reference)
-    check(twin, expected)
-
-
-def compiled(cache: VmmCache, reference: DynamicCache, tokens: int) -> None:
-    """A pass inside of a graph."""
-    for index, layer in enumerate(reference.layers):
-        k, v = torch.randn(2, 2, 2, tokens, 16)
-        layer.update(k, v)
-        with inside_a_graph():
-            got = cache.update(k, v, index)
-        length = layer.get_seq_length()
-        for states, wanted in zip(got, (layer.keys, layer.values)):
-            assert torch.equal(states.states[:, :, :length], wanted)
-
-
 @pytest.mark.parametrize("call", ["copy", "map", "set_access", "create"])
 def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
     for skip in range(6):
-        driver = FaultyDriver(open_driver("cpu", 4096))
-        pool = on_driver(driver, vmmkv.FramePool, "16MiB")
-        cache, reference = VmmCache(LlamaConfig(**DECODER), 400, pool=pool), DynamicCache(config=LlamaConfig(**DECODER))
+        driver, cache, reference = on_faulty()
         forward(2, 50, cache, reference)
         copies = [copy.deepcopy(cache)]
         fault = driver.fail(call, skip)
-        try:
-            copies.append(copy.deepcopy(cache))
-        except vmmkv.DriverError:
-            driver.heal()
+        with suppress(vmmkv.DriverError):
             copies.append(copy.deepcopy(cache))
         driver.heal()
+        copies.append(copy.deepcopy(cache))
         assert fault.was_met or skip
         for each in copies:
             forward(2, 3, each, copy.deepcopy(reference))
@@ -285,32 +202,6 @@ def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
 
 
 # ---------------------------------------------------------------------- sequences of one cache
-
-
-@pytest.mark.few(8)
-@pytest.mark.usefixtures("reference_kernels")
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", *COMPILED])
-@pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 6}, {"num_beams": 6}], ids=str)
-def test_answers_to_one_prompt(name: str, mode: dict) -> None:
-    """The model reads it once; `generate` finds it there for each beam, and each sequence that it is to return."""
-    model, compile = tiny_model(name, "vmmkv", "cpu"), name in COMPILED
-    prompt = random_tokens(model, 1, 60)
-    outputs, took = [], []
-    for cache in caches(model, compile=compile):
-        with torch.no_grad():
-            model(prompt[:, :-1], past_key_values=cache)
-        if isinstance(cache, VmmCache):
-            before = used(cache)
-        cache.batch_repeat_interleave(6)
-        if isinstance(cache, VmmCache):
-            took.append((before, used(cache)))
-        seed_alone(3)
-        arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": torch.ones_like(prompt)}
-        outputs.append(model.generate(prompt, past_key_values=cache, **arguments))
-    assert torch.equal(*outputs)
-    ((before, after),) = took
-    groups = len(cache.kv_caches)
-    assert after <= before + 5 * groups, "in each range a page that is not full"
 
 
 def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
@@ -328,12 +219,10 @@ def test_beams_share_a_prompt_once_they_have_been_put_into_order() -> None:
 
 def test_a_window_of_one_token_keeps_none_to_share() -> None:
     """Without a cache: `DynamicCache` keeps all tokens behind a window of one."""
-    config = MistralConfig(**DECODER, sliding_window=1)
-    model = MistralForCausalLM(config).eval()
+    model = MistralForCausalLM(MistralConfig(**DECODER, sliding_window=1)).eval()
     prompts = random_tokens(model, 1, 40).repeat(3, 1)
-    expected = model.generate(prompts, use_cache=False, do_sample=False, **LENGTHS)
-    cache = VmmCache(config, 200, page_size=PAGE_SIZE["cpu"])
-    assert torch.equal(model.generate(prompts, past_key_values=cache, do_sample=False, **LENGTHS), expected)
+    cache = VmmCache(model.config, 200, page_size=PAGE_SIZE["cpu"])
+    assert torch.equal(generate(model, prompts, past_key_values=cache), generate(model, prompts, use_cache=False))
 
 
 def test_a_batch_without_room_for_more_is_as_before() -> None:
@@ -349,3 +238,113 @@ def test_a_batch_without_room_for_more_is_as_before() -> None:
     with pytest.raises(vmmkv.OutOfPagesError):
         check(cache, reference)  # who may write to what is shared needs copies
     forward(4, 1, cache, reference)
+
+
+# ---------------------------------------------------------------------- frame pools
+
+
+def make_pool(device: str, pages: int = 512) -> vmmkv.FramePool:
+    return vmmkv.FramePool(pages * PAGE_SIZE[device], device=device, page_size=PAGE_SIZE[device])
+
+
+def fill(cache: VmmCache, rows: int, tokens: int, device: str) -> None:
+    """What a forward pass does to a cache: 8 tokens of a layer, of a row, fill a page on the host."""
+    for layer in range(len(cache)):
+        cache.update(*torch.randn(2, rows, 2, tokens, PAGE_SIZE[device] // 128, device=device), layer)
+
+
+def full_layers(pool: vmmkv.FramePool) -> VmmCache:
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 1})
+    return VmmCache(config, 400, max_batch_size=8, pool=pool)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None:
+    """As many pages as all groups take at their peak are enough: they need not be there for each of them."""
+    model = tiny_model(name, "eager", device)
+    tokens = random_tokens(model, 3, 40)
+    roomy = vmm_cache(model.config, device, lookahead=0)
+    expected = model.generate(tokens, past_key_values=roomy, do_sample=False, **LENGTHS)
+    (pool,) = roomy.pools
+    assert len(roomy.kv_caches) == 2
+    assert pool.stats().holders == 2
+    taken = pool.stats().physical_bytes // PAGE_SIZE[device]
+    tight = vmm_cache(model.config, device, max_bytes=taken * PAGE_SIZE[device])
+    assert torch.equal(model.generate(tokens, past_key_values=tight, do_sample=False, **LENGTHS), expected)
+    assert tight.pools[0].stats().physical_bytes <= taken * PAGE_SIZE[device]
+    for kv_cache in tight.kv_caches:
+        kv_cache.check()
+
+
+def test_two_models_run_out_only_together(device: str) -> None:
+    pool = make_pool(device, 16)
+    one, other = full_layers(pool), full_layers(pool)
+    fill(one, 1, 8 * 4, device)
+    fill(other, 1, 8 * 10, device)  # more than a half
+    assert (pages(one), pages(other)) == ([4], [10])
+    fill(one, 1, 8 * 2, device)
+    for cache in (one, other):
+        with pytest.raises(vmmkv.OutOfPagesError):
+            fill(cache, 1, 8, device)
+    other.reset()
+    fill(one, 1, 8 * 10, device)  # pages that are still mapped in the other one
+    assert pages(one) == [16]
+    with pytest.raises(vmmkv.OutOfPagesError):
+        fill(other, 1, 1, device)
+    del one
+    gc.collect()
+    fill(other, 1, 8 * 16, device)
+    assert pages(other) == [16]
+    assert pool.stats().holders == 1
+    assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
+
+
+def test_copies_lie_on_the_same_pool(device: str) -> None:
+    own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
+    pool = make_pool(device)
+    given = full_layers(pool)
+    for cache in (own, given):
+        fill(cache, 2, 5, device)
+    twin, shared = copy.deepcopy(own), copy.deepcopy(given)
+    assert twin.pools == own.pools
+    assert own.pools[0].limit_pages == 32
+    assert shared.pools == given.pools == [pool]
+    assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
+    for cache, reference in ((twin, own), (shared, given)):
+        for states, expected in zip(cache, reference, strict=True):
+            assert all(map(torch.equal, states[:2], expected[:2]))
+
+
+def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
+    """Tokens move to rows of another layout: both are on the pool meanwhile, and one is afterwards."""
+    pool = make_pool(device)
+    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), 400, pool=pool, lookahead=0)
+    gc.disable()  # nothing waits for it
+    try:
+        cache.update(*torch.randn(2, 1, 2, 40, 64, device=device), 0)
+        cache.update(*torch.randn(2, 1, 2, 40, 128, device=device), 1)
+    finally:
+        gc.enable()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert pool.stats().holders == 1
+    assert pool.trim() > 0
+    assert pool.stats().physical_bytes == sum(pages(cache)) * PAGE_SIZE[device]
+
+
+def test_what_a_pool_does_not_go_with_is_refused() -> None:
+    for arguments, error, message in (
+        ({"max_bytes": "1GiB"}, ValueError, "a pool has its own"),
+        ({"page_size": 4096}, ValueError, "a pool has its own"),
+        ({"pool": "60GiB"}, vmmkv.ArgumentError, "FramePool"),
+    ):
+        with pytest.raises(error, match=message):
+            VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
+
+
+def test_a_pool_of_another_device_is_refused_before_anything_is_written() -> None:
+    cache = full_layers(make_pool("cpu"))
+    with pytest.raises(vmmkv.DeviceError, match="pool of this cache is on cpu"):
+        cache.update(*torch.randn(2, 1, 2, 4, 16, device="meta"), 0)
+    assert cache.kv_caches == []
+    fill(cache, 1, 4, "cpu")

@@ -11,16 +11,14 @@ from conftest import ROOT, run_python
 from vmmkv.integrations.batching import TESTED
 
 NEWEST = ROOT / ".venv" / "transformers-newest"
-BATCHING = "test_all_kinds_of_models_give_the_tokens_of"
 TESTS = [
     *(
-        f"test_continuous_batching.py::{BATCHING}_generate[{name}]"
-        for name in ("llama-gqa", "gemma3", "gemma4", "gpt-neox", "gpt-oss")
+        f"test_continuous_batching.py::test_all_kinds_of_models_give_the_tokens_of_generate[{name}]"
+        for name in ("llama-gqa", "gemma3", "gemma4", "gpt-neox", "gpt-oss", "mixtral")
     ),
-    f"test_continuous_batching.py::{BATCHING}_transformers_own_continuous_batching[mixtral]",
     "test_model_config.py::test_a_layout_has_the_bytes_by_which_a_cache_grows_or_is_refused",
     "test_continuous_batching.py::test_several_answers_to_one_prompt[llama-gqa]",
-    "test_continuous_batching_ahead.py::test_a_name_may_be_used_again",
+    "test_continuous_batching.py::test_a_name_may_be_used_again_while_a_batch_is_ahead",
     "test_serving.py::test_64_clients_get_the_text_of_generate_and_leave_nothing",
     "test_transformers.py::test_greedy[cpu-gemma3-vmmkv]",
     "test_docs.py::test_example_runs[transformers_cache]",

@@ -41,15 +41,15 @@ from .models import UNPADDED, kinds, why_left_out
 from .sizes import check_size
 
 LOOKS = {
-    "same": "[green]same",
-    "differs": "[bold red]differs",
-    "failed": "[bold red]failed",
-    "refused": "[yellow]refused",
-    "static": "[dim]static",
-    "none": "[dim]none",
+    "same": "green",
+    "differs": "bold red",
+    "failed": "bold red",
+    "refused": "yellow",
+    "static": "dim",
+    "none": "dim",
 }
-BATCHING = ("rows", "continuous batching")
-COLUMNS = [f"{what}\n{cache.replace('Cache', '').replace('=True', '')}" for what, cache in (*CASES, BATCHING)]
+LAYOUT = "layout/DynamicCache"
+COLUMNS = [*map("/".join, CASES), "rows/continuous batching", LAYOUT]
 
 
 def main(
@@ -63,25 +63,21 @@ def main(
         raise typer.BadParameter(f"transformers {transformers.__version__} has no {', '.join(sorted(unknown))}")
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     quiet()
-    reasons = {kind: why_left_out(kind) for kind in model or kinds()}
-    results: dict[str, list[Outcome]] = {}
-    sizes: dict[str, Outcome] = {}
+    left_out = {kind: reason for kind in model or kinds() if (reason := why_left_out(kind))}
+    results: dict[str, dict[str, Outcome]] = {}
     with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("", total=len(reasons))
-        for kind, reason in reasons.items():
-            progress.update(task, description=kind, advance=1)
-            sizes[kind] = check_size(kind)
-            if not reason:
-                results[kind] = [*check(kind, where), check_batching(kind, where)]
-    show(results, reasons, sizes)
+        for kind in progress.track([*(model or kinds())]):
+            ran = [] if kind in left_out else [*check(kind, where), check_batching(kind, where)]
+            results[kind] = dict(zip(COLUMNS, ran)) | {LAYOUT: check_size(kind)}
+    show(results, left_out)
     if json_file:
-        json_file.write_text(json.dumps(as_json(results, reasons, sizes, where), indent=1) + "\n")
-    wrong = [
-        kind
-        for kind in reasons
-        if any(outcome.verdict in ("differs", "failed") for outcome in (sizes[kind], *results.get(kind, ())))
-    ]
-    if wrong:
+        place = torch.cuda.get_device_name() if where == "cuda" else where
+        told = {"transformers": transformers.__version__, "torch": torch.__version__, "device": place}
+        cases = {kind: {case: asdict(outcome) for case, outcome in ran.items()} for kind, ran in results.items()}
+        json_file.write_text(json.dumps(told | {"models": cases, "left_out": left_out}, indent=1) + "\n")
+    if wrong := [
+        kind for kind, ran in results.items() if {each.verdict for each in ran.values()} & {"differs", "failed"}
+    ]:
         errors.print(f"Wrong: {', '.join(wrong)}", style="red")
         raise typer.Exit(1)
 
@@ -95,50 +91,30 @@ def quiet() -> None:
     torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
 
-def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None], sizes: dict[str, Outcome]) -> None:
-    table = Table("model", *COLUMNS, "vmmkv runs")
-    for kind, outcomes in results.items():
-        table.add_row(kind, *[LOOKS[outcome.verdict] for outcome in outcomes], ran(outcomes[0]))
+def show(results: dict[str, dict[str, Outcome]], left_out: dict[str, str]) -> None:
+    table = Table("model", *(column.replace("/", "\n").replace("Cache", "") for column in COLUMNS), "vmmkv runs")
+    for kind, ran in results.items():
+        looks = [f"[{LOOKS[ran[each].verdict]}]{ran[each].verdict}" if each in ran else "" for each in COLUMNS]
+        table.add_row(kind, *looks, "" if kind in left_out else attention_of(ran[COLUMNS[0]]))
     console.print(table)
-    for kind, outcomes in results.items():
-        for (implementation, cache), outcome in zip((*CASES, BATCHING), outcomes):
+    for kind, ran in results.items():
+        for case, outcome in ran.items():
             if outcome.verdict not in ("same", "static") and (outcome.verdict, outcome.attention) != ("none", "sdpa"):
-                console.print(f"{kind}, {implementation}, {cache}: {outcome.verdict}: {outcome.detail}", markup=False)
-    for reason, count in Counter(filter(None, reasons.values())).items():
-        names = [kind for kind, why in reasons.items() if why == reason]
-        console.print(f"left out ({count}): {reason}: {', '.join(names)}", markup=False)
-    for kind in sorted(UNPADDED.keys() & results.keys()):
-        console.print(f"run without padding: {kind}: {UNPADDED[kind]}", markup=False)
-    for kind, outcome in sizes.items():
-        if outcome.verdict != "same":
-            console.print(f"{kind}, layout: {outcome.verdict}: {outcome.detail}", markup=False)
-    by_case = dict(zip((*CASES, BATCHING), zip(*results.values())))
-    for case, outcomes in (by_case | {("layout", "DynamicCache"): tuple(sizes.values())}).items():
-        counts = Counter(LOOKS[outcome.verdict].partition("]")[2] for outcome in outcomes)
-        console.print(f"{' with '.join(case)}: {', '.join(f'{n} {v}' for v, n in counts.items())}", markup=False)
+                console.print(f"{kind}, {case}: {outcome.verdict}: {outcome.detail}", markup=False)
+    for kind in results:
+        for what, reasons in (("left out", left_out), ("run without padding", UNPADDED)):
+            if kind in reasons:
+                console.print(f"{what}: {kind}: {reasons[kind]}", markup=False)
+    for case in COLUMNS:
+        counts = Counter(ran[case].verdict for ran in results.values() if case in ran)
+        console.print(f"{case}: {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}", markup=False)
 
 
-def ran(outcome: Outcome) -> str:
+def attention_of(outcome: Outcome) -> str:
     """What attention came to with `attn_implementation="vmmkv"`."""
     if outcome.attention == "eager":
         return "the model's own"
     return ", ".join(["kernels"] * bool(outcome.kernel_calls) + [f"not: {reason}" for reason in outcome.fallbacks])
-
-
-def as_json(
-    results: dict[str, list[Outcome]], reasons: dict[str, str | None], sizes: dict[str, Outcome], device: str
-) -> dict[str, object]:
-    return {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "models": {
-            kind: {"/".join(case): asdict(outcome) for case, outcome in zip((*CASES, BATCHING), outcomes)}
-            for kind, outcomes in results.items()
-        },
-        "layouts": {kind: {"verdict": of.verdict, "detail": of.detail} for kind, of in sizes.items()},
-        "left_out": {kind: reason for kind, reason in reasons.items() if reason},
-    }
 
 
 if __name__ == "__main__":
