@@ -222,10 +222,9 @@ class Machine:
         return [range(self.pool.staging, self.pool.staging + 16 * self.pool.driver.page_size)]
 
     def check(self) -> None:
-        held = self.held_frames()
         if self.pool.word("pending"):  # an abandoned journal: the next plan settles it
             self.pool.limit_to(self.pool.word("budget"))
-        check(self.pool, self.caches, held)
+        check(self.pool, self.caches, self.held_frames())
         for models in self.models:
             for model in models:
                 assert (model.sequence.start, model.sequence.length) == (model.start, len(model.tokens))

@@ -82,7 +82,7 @@ class World:
                 assert names in (None, self.keys[sequence][:2])
                 assert known.tolist() == ids[: len(known)]
         stats, size, frames = self.cache.stats(), self.cache.page_size, self.cache.pool.frames
-        assert stats.waste == pytest.approx(1 - filled.total() / (pages["used"] * size) if filled else 0)
+        assert stats.waste == pytest.approx(1 - filled.total() / (pages["used"] * size) if pages["used"] else 0)
         if not self.cache.pool.word("staged"):  # a copy that a failed call has left is held, too
             assert stats.prefix_pages == frames["pages"][frames["held"] > 0].sum()
 

@@ -312,7 +312,7 @@ class Pool:
 
     def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
         """Gives all memory back of a pool that nothing holds any more, and so no cache."""
-        if ends() or "address" not in vars(self):  # memory goes with the process; or the pool was not made whole
+        if ends() or "is_open" not in vars(self):  # memory goes with the process; or the pool was not made whole
             return
         with suppress(VmmkvError):
             self.end()
