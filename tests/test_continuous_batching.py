@@ -64,8 +64,8 @@ def answers(
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    """A model that runs on rows for a test, and is as before afterwards."""
-    model = tiny_model(getattr(request, "param", "llama-gqa"), "eager", "cpu")
+    """A model of the test's own, which may train it, that runs on rows."""
+    model = copy.deepcopy(tiny_model(getattr(request, "param", "llama-gqa"), "eager", "cpu"))
     rows.enable(model, pool=pool(400), max_seq_len=900)
     yield model
     for each in [*ByHand.made]:
