@@ -747,8 +747,8 @@ class KVCache(Cache):
             super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
-        """Takes events of the cached prefixes from `event_log`: see `EventLog.events`, whose arguments and errors these
-        are. Raises `ArgumentError` if the cache was made without `event_log`."""
+        """Takes events of the cached prefixes from `event_log`. Arguments and errors are those of `EventLog.events`;
+        and `ArgumentError` if the cache was made without `event_log`."""
         if self.event_log is None:
             raise ArgumentError("asked for the events of a cache that records none; make it with event_log")
         return self.event_log.events(timeout, most=most)

@@ -127,8 +127,8 @@ def _lacking(
 
 
 def _differing(spans: Spans, query: Tensor, key: Tensor, window: int | None, kept: int | None) -> str | None:
-    """What the mask says otherwise than the module that it is given to, whose layer keeps `kept` tokens; None if they
-    agree."""
+    """How a mask differs from its query and key, from the attention window of the module, and from the `kept` tokens of
+    the layer; None if it agrees with all of them."""
     if spans.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
         return "masks of another shape than queries and keys"
     if window is not None and window != spans.window:

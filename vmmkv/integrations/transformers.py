@@ -80,9 +80,9 @@ class VmmCache(DynamicCache):
         lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
             pages of them on a GPU, 0 is no thread.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
-            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`, whose kernels
-            alone can read what comes behind the prompt. Where they do not take K and V (on the CPU, in some dtypes and
-            head sizes) a warning says so, and the cache works uncompiled.
+            `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`, the only
+            attention that can read K and V behind the prompt. Where its kernels do not take K and V (on the CPU, in
+            some dtypes and head sizes) a warning says so, and the cache works uncompiled.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
             head (`KVLayout(scales="token_head")`). attn_implementation="vmmkv" reads them as they are; for any other
             attention a layer's K and V are dequantized in each forward pass. The first tokens of a sequence attend to

@@ -163,8 +163,8 @@ def record(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 class Probe(NamedTuple):
-    """Rows of one kind: what they are, what a kernel does that does not answer right, and the probes without whose
-    right answer this one says nothing. The method of `Caller` with the probe's name makes the call."""
+    """Rows of one kind: their description, the finding where a kernel answers wrong, and the probes that it must answer
+    right before this one is asked. The method of `Caller` with the probe's name makes the call."""
 
     rows: str
     finding: str

@@ -10,8 +10,7 @@ What is replaced is a subclass of transformers' class, put in the place of its n
 
 `model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
 `requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell
-prefixes apart, `config` translates settings, and checks
-requests.
+prefixes apart, `config` translates settings and checks requests.
 
 transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """

@@ -78,8 +78,8 @@ class Request:
 
 
 class Requests:
-    """The requests of an engine, on the cache and window of each layer group (0: all tokens). With `reuse` they begin
-    with cached prefixes, and leave theirs; not with windows, whose first tokens are gone."""
+    """The requests of an engine, on the cache and window of each layer group (0: all tokens). With `reuse` a request
+    begins with cached prefixes, and leaves prefixes behind; not with windows, where the first tokens are gone."""
 
     def __init__(
         self, caches: list[KVCache], windows: list[int], weights: Weights, ranks: Ranks, *, reuse: bool
