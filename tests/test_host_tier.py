@@ -171,6 +171,29 @@ def test_prompts_that_the_device_has_no_room_for_are_cached() -> None:
     cache.close()
 
 
+def test_more_that_comes_to_the_host_during_a_start_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence has room for what was there before."""
+    layout, extend, ids = vmmkv.KVLayout(2, 1, 64, torch.float32), vmmkv.Sequence.extend, [*range(100)]
+    memory = {"max_bytes": 200 * PAGE, "device": "cpu", "page_size": PAGE, "host_bytes": 400 * PAGE}
+    with vmmkv.KVCache(layout, 8, 400, **memory, large_frames=False) as cache:
+
+        def leave_on_host(tokens: int) -> None:
+            with cache.sequence(token_ids=ids[:tokens]) as sequence:
+                sequence.commit(ids[:tokens])
+            cache.trim()
+
+        def meanwhile(sequence: vmmkv.Sequence, tokens: int) -> None:
+            monkeypatch.setattr(vmmkv.Sequence, "extend", extend)
+            leave_on_host(60)
+            extend(sequence, tokens)
+
+        leave_on_host(24)
+        monkeypatch.setattr(vmmkv.Sequence, "extend", meanwhile)
+        sequence = cache.sequence(token_ids=ids, whole=False)
+        assert sequence.length == sequence.cached_tokens == 24
+        cache.check()
+
+
 @pytest.mark.parametrize("lowest", [None, 0, 30, 60])
 def test_priorities_below_the_lowest_one_are_not_copied(lowest: int | None) -> None:
     cache = make(host_priority=lowest)

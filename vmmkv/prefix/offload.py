@@ -104,7 +104,7 @@ class Offload:
         with suppress(VmmkvError):
             if end > length:
                 sequence.extend(end - length)
-            end, pages = self._pages(words, cached)  # fewer may be left
+            end, pages = self._pages((*words[:2], end), cached)  # fewer may be left, and more may have come
             with self.tier.alone():
                 is_loaded = end > cached and self.tier.prefixes.load(pages, sequence.ticket, cached, end - cached)
         cached = end if is_loaded else cached
