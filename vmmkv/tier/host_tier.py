@@ -131,12 +131,12 @@ class HostTier:
         elif code != DONE:
             raise cache.error(code, ask)
 
-    def pieces(self, ticket: int, start: int) -> Iterable[tuple[int, int, int, int]]:
+    def pieces(self, ticket: int, start: int) -> Iterable[tuple[int, int, int, Run]]:
         """The slots of a suspended sequence with the first token `start`: see `copies`."""
         for part, runs in enumerate(self.away[ticket]):
             at = start * self.cache.records[part]
             for run in runs:
-                yield part, at, run.pages * self.driver.page_size, run.address
+                yield part, at, run.pages * self.driver.page_size, run
                 at += run.pages * self.driver.page_size
 
     def sweep(self) -> None:

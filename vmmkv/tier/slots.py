@@ -144,16 +144,18 @@ class Slots:
             self.made -= chunk.pages
 
 
-def copies(pieces: Iterable[tuple[int, int, int, int]], records: Sequence[int], first: int, end: int) -> array[int]:
+def copies(pieces: Iterable[tuple[int, int, int, Run]], records: Sequence[int], first: int, end: int) -> array[int]:
     """Copies of the tokens from `first` to `end` between a row and slots, as words for the core: range, first byte in
-    the row, bytes, and their address in host memory. `pieces` is host memory, by range and place, in the same four
-    numbers; `records` are the bytes of a token in each range."""
-    words = array("q")
-    for part, start, nbytes, address in pieces:
+    the row, bytes, and their address in host memory. `pieces` is host memory by range and place: range, first byte in
+    the row, bytes, and slots; `records` are the bytes of a token in each range. A copy stays in one chunk: CUDA refuses
+    one over two allocations, also where they are neighbours."""
+    words, chunk = array("q"), None
+    for part, start, nbytes, run in pieces:
         low, high = max(start, first * records[part]), min(start + nbytes, end * records[part])
-        place = address + low - start
-        if words and tuple(words[-4:]) == (part, low - words[-2], words[-2], place - words[-2]):
+        place = run.address + low - start
+        if run.chunk is chunk and tuple(words[-4:]) == (part, low - words[-2], words[-2], place - words[-2]):
             words[-2] += high - low
         elif low < high:
             words.extend((part, low, high - low, place))
+            chunk = run.chunk
     return words

@@ -201,9 +201,9 @@ class StoredPrefixes:
         for serial in reversed(used):  # what is in front on a path is the most recently used
             level = self.levels.setdefault(self.stored[serial].priority, {})
             level[serial] = level.pop(serial, None)
-        size, pieces = self.driver.page_size, list[tuple[int, int, int, int]]()
+        size, pieces = self.driver.page_size, list[tuple[int, int, int, Run]]()
         for serial, part, page in sorted(pages, key=lambda each: each[1:]):
-            pieces.append((part, page * size, size, self.stored[serial].slots[part, page].address))
+            pieces.append((part, page * size, size, self.stored[serial].slots[part, page]))
         words = copies(pieces, self.cache.records, first, first + tokens)
         if min(first, tokens) < 0 or sum(words[2::4]) != tokens * sum(self.cache.records):
             raise no_token()
