@@ -124,12 +124,12 @@ class Pool:
     # ------------------------------------------------------------------ changes
 
     def change(self, ask: Ask, plan: Callable[..., int], *arguments: int) -> int:
-        """Plans a change, makes its driver calls, and books them. Where the plan says so, waits for the device or asks
-        guests for pages, and plans again.
+        """Plans a change, makes its driver calls, and books them. Where the plan says so, asks guests for pages, waits
+        for the device, and plans again.
 
         Returns `DONE`, or a code that the plan has for its caller.
         """
-        lock, error, refusal = self.lock, None, None
+        lock, error, refusal, may_evict = self.lock, None, None, True
         if lock._is_owned() or is_finalizing():
             raise busy()
         if self.unclosed:
@@ -149,6 +149,10 @@ class Pool:
                 continue
             if code != codes.WAIT and code != codes.SHORT and code != codes.FAILED:
                 break
+            if code == codes.WAIT and may_evict:
+                may_evict = False  # once: what guests drop may be in use by the device, too
+                if self.ask_guests(ask.words[ASKED]):
+                    continue
             refusal = error or refusal
             try:
                 self._help(code, ask, error)
