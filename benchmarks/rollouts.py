@@ -59,6 +59,8 @@ EVERY, REQUEST_EVERY = 0.005, 20
 """Seconds between two looks at the memory of K and V, and sleeps between two requests."""
 CLOSE = 4
 """The search ends where what is too large is larger than what fits by one part in so many."""
+FULL, FULL_ON_HOST = 10 << 30, 1 << 20
+"""Bytes of K and V of a full cache, which also sleeps."""
 GRACE = 15.0
 """Seconds in which a side may end what it has begun in time."""
 
@@ -176,12 +178,26 @@ class Trainer:
         free_memory()
         return row | {"seconds": perf_counter() - start}
 
+    def fill(self, manager: Any) -> None:
+        """Have a manager cache K and V of prompts, as many as fill a cache."""
+        nbytes = FULL if self.device.type == "cuda" else FULL_ON_HOST
+        prompts = nbytes // (self.job.prompt * token_bytes(CONFIGS[self.job.model])) + 1
+        ids = torch.randint(self.model.config.vocab_size, (prompts, self.job.prompt)).tolist()
+        manager.add_requests(ids, max_new_tokens=1)
+        for _ in ids:
+            while manager.get_result(timeout=1) is None:
+                pass
+
     def naps(self) -> Row:
         """Have a manager that runs sleep and wake many times, and now and then answer the prompt with one token."""
         naps: list[Row] = []
         how = {"continuous_batching_config": self.batching, "persistent_manager": True}
         with self.model.continuous_batching_context_manager(self.generation, **how) as manager:
+            self.fill(manager)
+            start = perf_counter()
+            full = {"freed_bytes": rows.sleep(self.model), "sleep_ms": 1e3 * (perf_counter() - start)}
             woke = perf_counter()
+            rows.wake(self.model)
             for number in range(self.job.cycles):
                 if number % REQUEST_EVERY == 0:
                     manager.add_request(self.prompt, max_new_tokens=1)
@@ -199,6 +215,7 @@ class Trainer:
             "sleep_ms": 1e3 * median(nap["sleep"] for nap in asked),
             "freed_bytes": int(median(nap["freed"] for nap in asked)),
             "wake_to_first_token_ms": 1e3 * median(nap["token"] for nap in asked),
+            "full": full,
             "taken_bytes": {"first": taken[0], "last": taken[-1], "most": max(taken)},
         }
 
@@ -298,6 +315,8 @@ def table(result: Row) -> Lines:
         "first token, s": seconds("first_token_s"),
         "sleep, ms": lambda row: f"{row['naps']['sleep_ms']:.1f}",
         "memory given back": lambda row: format_bytes(row["naps"]["freed_bytes"]),
+        "sleep of a full cache, ms": lambda row: f"{row['naps']['full']['sleep_ms']:.1f}",
+        "memory given back by it": lambda row: format_bytes(row["naps"]["full"]["freed_bytes"]),
         "wake to first token, ms": lambda row: f"{row['naps']['wake_to_first_token_ms']:.1f}",
         "memory of the GPU, first sleep": lambda row: format_bytes(row["naps"]["taken_bytes"]["first"]),
         f"sleep {result['cycles']:,}": lambda row: format_bytes(row["naps"]["taken_bytes"]["last"]),

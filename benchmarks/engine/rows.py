@@ -12,6 +12,9 @@ from vmmkv.driver.driver import open_driver
 
 from .backend import Ids, Rows
 
+IDLE_TOKENS = 2048
+"""Room that is left free beside cached prefixes, about what a step takes: pages that were freed a moment ago are still
+in use by the device, which a growth onto them would wait for."""
 HOST_PAGE_TOKENS = 16
 """On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
 
@@ -102,7 +105,7 @@ class VmmKV:
         """Whether a sequence fits, which may share pages with running ones."""
         if not self.free_rows:
             return False
-        cache, wanted = self.cache, (tokens + spare) * self.cache.layout.token_bytes
+        cache, wanted = self.cache, (tokens + spare + IDLE_TOKENS) * self.cache.layout.token_bytes
         missing = wanted - cache.available_pages * cache.page_size
         return missing <= 0 or missing <= cache.shared_pages(ids) * cache.page_size
 
