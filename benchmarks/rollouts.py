@@ -179,10 +179,10 @@ class Trainer:
         return row | {"seconds": perf_counter() - start}
 
     def fill(self, manager: Any) -> None:
-        """Have a manager cache K and V of prompts, as many as fill a cache."""
-        nbytes = FULL if self.device.type == "cuda" else FULL_ON_HOST
-        prompts = nbytes // (self.job.prompt * token_bytes(CONFIGS[self.job.model])) + 1
-        ids = torch.randint(self.model.config.vocab_size, (prompts, self.job.prompt)).tolist()
+        """Have a manager cache K and V of long prompts, as many as fill a cache."""
+        nbytes, length = (FULL, 8 * self.job.prompt) if self.device.type == "cuda" else (FULL_ON_HOST, self.job.prompt)
+        prompts = nbytes // (length * token_bytes(CONFIGS[self.job.model])) + 1
+        ids = torch.randint(self.model.config.vocab_size, (prompts, length)).tolist()
         manager.add_requests(ids, max_new_tokens=1)
         for _ in ids:
             while manager.get_result(timeout=1) is None:
