@@ -8,6 +8,7 @@ import torch
 import vmmkv
 from benchmarks.attention.batches import OVERREAD
 from vmmkv.kernels import decode
+from vmmkv.snapshot import frames_in
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128
 
@@ -39,9 +40,9 @@ def test_flash_attention_3_reads_ragged_rows_right(q_len: int) -> None:
             sequence.write(layer, *noise)
             for tensor in (k, v):  # what would be seen at once
                 tensor[sequence.row, sequence.length : sequence.length + OVERREAD] = 1e4
-        for mapped in cache.mapped_ranges():
-            tokens = sequences[mapped.row].length + OVERREAD
-            assert mapped.nbytes == -(-tokens * layout.token_bytes // cache.page_size) * cache.page_size
+        for sequence in sequences:
+            tokens, (_, frames) = sequence.length + OVERREAD, frames_in(cache, sequence.row, 0)
+            assert len(frames) == -(-tokens * layout.token_bytes // cache.page_size)
         q = torch.randn(len(lengths), q_len, HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
         seq_lens = torch.tensor([sequence.length for sequence in sequences], dtype=torch.int32, device="cuda")
         found = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=seq_lens, causal=True)

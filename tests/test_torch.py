@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ from c_driver import CDriver, Functions
 from conftest import run_python
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.cuda import _memory_viz
 
 import vmmkv
 from vmmkv.tensors import export_range
-from vmmkv.torch import GrowableTensor, dump_snapshot, memory_allocated, memory_pool, memory_snapshot, memory_stats
+from vmmkv.torch import GrowableTensor, memory_allocated, memory_pool, memory_stats
 
 MIB = 1 << 20
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -316,46 +313,6 @@ def test_the_accounts_name_every_owner(device: str, make_cache) -> None:
     grown.close()
     assert memory_allocated(device) == before
     assert not {id(cache), id(grown)} & {id(held.owner) for held in memory_stats()}
-
-
-@DEVICES
-def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path: Path) -> None:
-    gc.collect()
-    others = {segment["address"] for segment in memory_snapshot()["segments"]}
-    cache = make_cache(layers_per_range=1)
-    whole, windowed, freed = (cache.sequence(tokens) for tokens in (20, 50, 30))
-    windowed.release_before(25)
-    whole.truncate(13)
-    freed.free()
-    grown = GrowableTensor((1 << 40,), torch.uint8, device)
-    grown.resize(5 * MIB)
-    dump_snapshot(tmp_path / "pages.pickle")
-    snapshot = pickle.loads((tmp_path / "pages.pickle").read_bytes())
-    assert snapshot == memory_snapshot()
-    blocks: dict[str, list[dict]] = {}
-    ours = [segment for segment in snapshot["segments"] if segment["address"] not in others]
-    for segment in ours:
-        assert segment["device"] == (torch.cuda.device_count() if device == "cpu" else 0)
-        address = segment["address"]
-        for block in segment["blocks"]:
-            assert block["address"] == address
-            address += block["size"]
-            if block["state"] == "active_allocated":
-                (frame,) = block["frames"]
-                blocks.setdefault(f"{frame['filename']} {frame['name']}", []).append(block)
-        assert address == segment["address"] + segment["total_size"]
-    # What is mapped is what exists (nothing was trimmed), and what is active are the bytes of the tokens.
-    physical = cache.stats().physical_bytes + grown.stats().physical_bytes
-    assert sum(segment["total_size"] for segment in ours) == physical
-    record = cache.layout.record_bytes[0]
-    for sequence, tokens in ((whole, 13), (windowed, 25)):
-        found = blocks[f"KVCache sequence {sequence.number}"]
-        assert [block["requested_size"] for block in found] == [tokens * record] * 3
-        assert any(0 <= sequence.k(0).data_ptr() - block["address"] < block["size"] for block in found)
-    assert blocks[f"GrowableTensor [{5 * MIB}] torch.uint8"][0]["address"] == grown.tensor.data_ptr()
-    assert f"segments: {len(snapshot['segments'])}" in _memory_viz.segsum(snapshot)  # torch's tools take it
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        assert "MemoryViz.js" in plot(snapshot)
 
 
 def test_importing_vmmkv_torch_imports_no_numba_and_leaves_torch_alone() -> None:

@@ -61,7 +61,7 @@ from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention, check_priority
 from .scales import SequenceScales
 from .sequence import Sequence, check_reusable
-from .stats import CacheStats, MappedRange
+from .stats import CacheStats
 from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from .tier.host_tier import HostTier
 from .transfer import receive
@@ -788,12 +788,6 @@ class KVCache(Cache):
         self.check_usable()
         with self.pool.lock:
             return snapshot.page_map(self)
-
-    def mapped_ranges(self) -> list[MappedRange]:
-        """Where pages are mapped now: one run for each row and range of the layout that has any."""
-        self.check_usable()
-        with self.pool.lock:
-            return snapshot.mapped_ranges(self)
 
     def check(self) -> None:
         """Checks every invariant of the books; raises `InvariantError` if one is broken."""

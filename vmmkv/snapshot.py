@@ -23,7 +23,6 @@ from .stats import (
     SURPLUS_PAGE,
     VACANT_PAGE,
     CacheStats,
-    MappedRange,
 )
 
 if TYPE_CHECKING:
@@ -117,19 +116,6 @@ def page_map(cache: KVCache) -> Ints:
             owners[frames_in(cache, row, part, "use")[1]] = cache.owners[row]
     owners[frames["users"] > 1] = SHARED_PAGE
     return np.repeat(owners, frames["pages"])
-
-
-def mapped_ranges(cache: KVCache) -> list[MappedRange]:
-    """Where pages are mapped: one run for each row, and each range of the layout, that has any."""
-    size, found = cache.page_size, []
-    for row, part in mapped_rows(cache):
-        extent, bounds = cache.extents[row * len(cache.ranges) + part], cache.ranges[part]
-        base = int(bounds["address"]) + row * int(bounds["row_pages"]) * size
-        begin, end = (int(words[row]) * int(bounds["record"]) for words in (cache.starts, cache.lengths))
-        first, mapped = int(extent["first"]), int(extent["mapped"])
-        owner = int(cache.owners[row]) or -1
-        found.append(MappedRange(base + first * size, (mapped - first) * size, base + begin, end - begin, row, owner))
-    return found
 
 
 def stats(cache: KVCache) -> CacheStats:

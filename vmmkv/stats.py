@@ -113,20 +113,6 @@ class FramePoolStats(Table):
 
 
 @dataclass(frozen=True)
-class MappedRange:
-    """A run of mapped pages: the address of its first byte, and its bytes; the same of what is in use, tokens of a
-    sequence or rows of a growable tensor; the row that it lies in; and the number of the sequence that has the row, or
-    -1."""
-
-    address: int
-    nbytes: int
-    used_address: int
-    used_bytes: int
-    row: int
-    owner: int
-
-
-@dataclass(frozen=True)
 class CacheStats(Table):
     """A snapshot of a `KVCache`.
 

@@ -3,7 +3,7 @@
 Nothing here is a compiled extension, and Numba is imported only when a memory pool is made.
 """
 
-from .accounting import MemoryStats, dump_snapshot, memory_allocated, memory_snapshot, memory_stats
+from .accounting import MemoryStats, memory_allocated, memory_stats
 from .growable_tensor import GrowableTensor, GrowableTensorStats
 from .pool import MemoryPool, MemoryPoolStats, memory_pool
 
@@ -13,9 +13,7 @@ __all__ = [
     "MemoryPool",
     "MemoryPoolStats",
     "MemoryStats",
-    "dump_snapshot",
     "memory_allocated",
     "memory_pool",
-    "memory_snapshot",
     "memory_stats",
 ]

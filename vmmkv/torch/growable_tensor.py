@@ -22,7 +22,6 @@ from ..driver.driver import fork_error
 from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, UseAfterFreeError
 from ..layout import shown, whole_number
 from ..pool import FramePool, check_pool_alone
-from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
 
@@ -176,13 +175,6 @@ class GrowableTensor:
         physical = self.pool.word("created") if self.owns_pool else self.mapped_pages()
         budget = min(limit, self.pool.limit_pages)
         return GrowableTensorStats(budget * size, physical * size, len(self) * self._row_bytes)
-
-    def mapped_ranges(self) -> list[MappedRange]:
-        """Where its pages are mapped now: nowhere, or one run."""
-        self._opened()
-        start, pages = int(self._cache.ranges[0]["address"]), self.mapped_pages()
-        run = MappedRange(start, pages * self.pool.page_size, start, len(self) * self._row_bytes, 0, 0)
-        return [run] if pages else []
 
     # ------------------------------------------------------------------ as a holder
 
