@@ -27,7 +27,7 @@ class Ring:
     def __init__(self, log: EventLog) -> None:
         self.changes: deque[Change] = deque()
         self.first, self.size, self.lock, self.nodes = 0, log.max_events, threading.Lock(), count(1)
-        log.follow(self, 100)
+        log.follow(self)
         assert len(log.events()) == 1  # Created
 
     def add(self, change: Change) -> None:

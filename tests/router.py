@@ -66,44 +66,6 @@ def read(payload: bytes, arrays: bool = False) -> Any:
     return batch
 
 
-class Token(msgspec.Struct, tag_field="type", tag="unique_token", forbid_unknown_fields=True):
-    """TensorRT-LLM's, and so are the following."""
-
-    token_id: int
-    token_extra_id: int
-
-
-class StoredBlock(msgspec.Struct, tag_field="type", tag="stored_block", forbid_unknown_fields=True):
-    block_hash: int
-    tokens: list[Token]
-    cache_level: int
-    priority: int
-    mm_keys: list[Any]
-    cache_salt: str | None
-
-
-class CreatedData(msgspec.Struct, tag_field="type", tag="created", forbid_unknown_fields=True):
-    num_blocks_per_cache_level: list[int]
-
-
-class StoredData(msgspec.Struct, tag_field="type", tag="stored", forbid_unknown_fields=True):
-    parent_hash: int | None
-    blocks: list[StoredBlock]
-    lora_name: str | None = None  # Dynamo's
-
-
-class RemovedData(msgspec.Struct, tag_field="type", tag="removed", forbid_unknown_fields=True):
-    block_hashes: list[int]
-
-
-class Dictionary(msgspec.Struct, forbid_unknown_fields=True):
-    event_id: int
-    data: CreatedData | StoredData | RemovedData
-    window_size: int
-    hash_algo: str
-    attention_dp_rank: int | None = None
-
-
 Prefix = tuple[Any, ...]
 
 
@@ -112,7 +74,6 @@ class Router:
 
     def __init__(self) -> None:
         self.prefixes: dict[int, Prefix] = {}
-        self.next_id = 0
         self.has_missed = False  # so that it may be told of what it does not know
 
     @property
@@ -164,19 +125,3 @@ class Router:
                     self.removed(event.block_hashes)
                 case "AllBlocksCleared":
                     self.cleared()
-
-    def read_tensorrt_llm(self, dictionaries: list[dict[str, Any]]) -> None:
-        for event in msgspec.convert(dictionaries, list[Dictionary]):
-            assert event.event_id >= self.next_id
-            if event.event_id > self.next_id:
-                self.cleared()
-            self.next_id = event.event_id + 1
-            match event.data:
-                case StoredData(parent_hash=parent, blocks=blocks):
-                    for block in blocks:
-                        ids = [token.token_id for token in block.tokens]
-                        key = (block.cache_salt, event.data.lora_name)
-                        self.stored([block.block_hash], parent, ids, key)
-                        parent = block.block_hash
-                case RemovedData(block_hashes=hashes):
-                    self.removed(hashes)

@@ -11,34 +11,30 @@ from router import Router
 from test_prefixes import KEYS, LAYOUT, RANGES, Key, Machine, World
 
 import vmmkv
-from vmmkv.events import Cleared, Created, Dropped, EventLog, Removed, Stored, salt_of, tensorrt_llm
+from vmmkv.events import Cleared, Created, Dropped, EventLog, Removed, Stored, salt_of
 
 
 class Listener:
-    """A cache that tells all it does to two routers, in vLLM's words and in TensorRT-LLM's."""
+    """A cache that tells all it does to a router, in vLLM's words."""
 
     def __init__(self, world: World) -> None:
         self.cache, self.log = world.cache, world.cache.event_log
-        self.routers = Router(), Router()
-        self.encoder = tensorrt_llm.Encoder(self.cache.max_seq_len)
+        self.router = Router()
         self.arrays = Random().random() < 0.5
 
     def listen(self, timeout: float = 0.0) -> list[Any]:
         events = self.cache.events(timeout)
-        self.routers[0].read_vllm(events, self.arrays)
-        self.routers[1].read_tensorrt_llm(self.encoder.encode(events))
+        self.router.read_vllm(events, self.arrays)
         return events
 
     def hit(self, key: Key, ids: list[int]) -> int:
-        """What the routers expect a sequence to find, in whole blocks."""
-        hits = {router.hit(told(key), ids[:-1], self.log.block_size) for router in self.routers}
-        assert len(hits) == 1
-        return hits.pop()
+        """What the router expects a sequence to find, in whole blocks."""
+        return self.router.hit(told(key), ids[:-1], self.log.block_size)
 
     def known(self) -> list[tuple[Key, list[int]]]:
         """All that is known."""
         keys = {told(key): key for key in KEYS}
-        return [(keys[prefix[:2]], list(prefix[2:])) for prefix in self.routers[0].known]
+        return [(keys[prefix[:2]], list(prefix[2:])) for prefix in self.router.known]
 
     def finds_what_is_known(self, world: World) -> None:
         """Looks whether what routers know is there."""
@@ -101,12 +97,11 @@ def test_a_listener_that_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, p
 
 
 def test_what_a_cache_tells() -> None:
-    """Created with the blocks that fit; stored at its priority, removed, cleared."""
+    """Created, stored at its priority, removed, cleared."""
     log = EventLog(8)
     world = World(40, event_log=log, large_frames=False)
     (created,) = world.cache.events()
     assert isinstance(created, Created)
-    assert created.device_blocks == 40
     sequence = world.start([1] * 40)
     assert world.cache.events() == []
     keep = [vmmkv.Retention(0, 16, 80), vmmkv.Retention(16, None, 20)]

@@ -1,4 +1,4 @@
-"""Events: what a router makes of them, in either engine's words, is what there is; the log is bounded and wakes whoever
+"""Events: what a router makes of them, in vLLM's words, is what there is; the log is bounded and wakes whoever
 waits; the publisher's frames are vLLM's."""
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from itertools import count
 import pytest
 from conftest import run_python
 from ring import Ring
-from router import CreatedData, Dictionary, RemovedData, read
+from router import read
 
 import vmmkv
 
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
-from vmmkv.events import Cleared, Created, Dropped, Event, EventLog, Stored, tensorrt_llm, vllm  # noqa: E402
+from vmmkv.events import Cleared, Dropped, Event, EventLog, Stored, vllm  # noqa: E402
 from vmmkv.events.publisher import EventPublisher  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def test_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ring.store(range(5), names=names, priority=80)
     second = ring.store(range(5, 8), first, 5, names, 80)
     third = ring.store([8, 9], second, 8, names, 20)
-    events = high, low = log.events()
+    high, low = log.events()
     assert isinstance(high, Stored)
     assert high.time == low.time > 1e9
     assert (high.priority, high.blocks.salt, high.blocks.adapter, high.blocks.ids.tolist()) == (
@@ -55,14 +55,6 @@ def test_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BlockRemoved", "GPU", removed.hashes),
     ]
     assert (batch.events[0].lora_id, batch.events[0].lora_name) == (3, "3")
-    told = [Created(0.0, 1000), *events, removed]
-    dictionaries = msgspec.convert(tensorrt_llm.Encoder(64).encode(told), list[Dictionary])
-    assert [each.event_id for each in dictionaries] == list(range(4))
-    assert {(each.window_size, each.attention_dp_rank) for each in dictionaries} == {(64, None)}
-    assert [each.data for each in (dictionaries[0], dictionaries[3])] == [
-        CreatedData([1000]),
-        RemovedData([*removed.hashes]),
-    ]
 
 
 def test_what_does_not_fit_is_dropped_and_told() -> None:
@@ -99,7 +91,7 @@ def test_wrong_calls_are_refused_and_change_nothing() -> None:
         (vmmkv.ArgumentError, lambda: log.events(1e300)),
         (vmmkv.ArgumentError, lambda: log.events(-1)),
         (vmmkv.ArgumentError, log.check_new),
-        (vmmkv.ArgumentError, lambda: closed.follow(ring, 10)),
+        (vmmkv.ArgumentError, lambda: closed.follow(ring)),
         (vmmkv.ArgumentError, lambda: EventPublisher(log, "inproc://events")),
         (vmmkv.BudgetError, lambda: EventPublisher(log, "tcp://127.0.0.1:*", max_replay=0)),
         (vmmkv.ArgumentError, lambda: EventPublisher(log, "tcp://127.0.0.1:99999")),
@@ -108,28 +100,6 @@ def test_wrong_calls_are_refused_and_change_nothing() -> None:
         with pytest.raises(error):
             call()
     assert [type(each) for each in log.events()] == [Stored]
-
-
-def test_dictionaries_say_of_what_was_cleared_or_dropped_that_it_is_removed() -> None:
-    """TensorRT-LLM has no word for either."""
-    log, encoder = EventLog(1, max_events=2), tensorrt_llm.Encoder(100)
-    ring = Ring(log)
-    ring.store([1, 2])
-    first, second = encoder.encode(log.events())[0]["data"]["blocks"]
-    hashes = {first["block_hash"], second["block_hash"]}
-    ring.clear()
-    (removed,) = encoder.encode(log.events())
-    assert removed["data"].keys() == {"type", "block_hashes"}
-    assert (removed["data"]["type"], set(removed["data"]["block_hashes"])) == ("removed", hashes)
-    ring.clear()
-    assert encoder.encode(log.events()) == []
-    ring.store([1, 2])
-    encoder.encode(log.events())
-    for token in range(3, 6):
-        ring.store([token])
-    removed, *stored = encoder.encode(log.events())
-    assert set(removed["data"]["block_hashes"]) == hashes
-    assert [each["event_id"] for each in (removed, *stored)] == [4, 5, 6]
 
 
 def test_closing_wakes_all_and_keeps_the_rest() -> None:

@@ -214,10 +214,7 @@ class KVCache(Cache):
         self.event_log = event_log
         if event_log is not None:
             self.prefixes = Prefixes(proxy(self), events=event_log.max_events, tier=self.host_tier)
-            pages = min(int(pool.accounts[self.account]["limit"]), pool.limit_pages)
-            event_log.follow(
-                self.prefixes.ring, pages * self.page_size // (sum(layout.record_bytes) * event_log.block_size)
-            )
+            event_log.follow(self.prefixes.ring)
 
     def _export(self) -> None:
         """Makes tensors of the ranges, and views of K and V."""

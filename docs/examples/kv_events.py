@@ -1,4 +1,4 @@
-"""Events: what routers are told of the prefixes that can be reused, in vLLM's and in TensorRT-LLM's words."""
+"""Events: what routers are told of the prefixes that can be reused, in vLLM's words."""
 
 import asyncio
 import hashlib
@@ -8,7 +8,7 @@ import torch
 import zmq
 
 import vmmkv
-from vmmkv.events import EventLog, Removed, Stored, salt_of, tensorrt_llm
+from vmmkv.events import EventLog, Removed, Stored, salt_of
 from vmmkv.events.publisher import EventPublisher
 
 layout = vmmkv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -68,14 +68,6 @@ def names(
 print(names(prompt, salt="chat", adapter=None, tenant="acme", size=16))
 # --8<-- [end:names]
 assert blocks.hashes == tuple(names(prompt, "chat", None, "acme", 16))
-
-# --8<-- [start:dictionaries]
-encoder = tensorrt_llm.Encoder(window_size=8192)  # attention looks this far back: all of `max_seq_len`
-with cache.sequence(token_ids=prompt, salt="tenant-2") as seq:
-    seq.commit(prompt, retention=[vmmkv.Retention(0, 32, priority=80)])
-for dictionary in encoder.encode(cache.events()):
-    print(dictionary["event_id"], dictionary["data"]["type"])
-# --8<-- [end:dictionaries]
 
 with cache.sequence(token_ids=range(1000, 1064)) as seq:
     seq.commit(range(1000, 1064))

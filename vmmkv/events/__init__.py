@@ -1,7 +1,7 @@
 """Events of KV cache reuse, for routers that send a request where its prefix lies: a bounded log and its encodings.
 
-`vllm` and `tensorrt_llm` say the same in the words of these engines; `publisher` sends it by ZeroMQ. `vllm` and
-`publisher` need the extra `vmmkv[events]`.
+`vllm` says the same in the words of that engine, and `publisher` sends it by ZeroMQ. Both need the extra
+`vmmkv[events]`.
 """
 
 from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored

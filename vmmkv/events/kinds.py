@@ -42,9 +42,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Created(Event):
-    """A cache has been made. It is empty. `device_blocks`: the number of blocks that fit its budget."""
-
-    device_blocks: int
+    """A cache has been made. It is empty."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -130,12 +130,12 @@ class EventLog:
             state = "was closed" if self.closed else "is another cache's"
             raise ArgumentError(f"got an event_log that {state}; each cache needs one of its own")
 
-    def follow(self, source: Source, device_blocks: int) -> None:
-        """Begins to read the changes of a new cache, which has room for so many blocks. Raises as `check_new` does."""
+    def follow(self, source: Source) -> None:
+        """Begins to read the changes of a new cache. Raises as `check_new` does."""
         self.check_new()
         with self._lock:
             self._is_of_cache, self._source = True, source
-            self._ready.append(Created(time.time(), device_blocks))
+            self._ready.append(Created(time.time()))
 
     # ------------------------------------------------------------------ consumers
 

@@ -68,7 +68,7 @@ def told_names(salt: object, adapter: object, tenant: object) -> Names:
 
 
 def salt_of(salt: str | None, tenant: str | int | None = None) -> str | None:
-    """Returns the salt that vLLM's and TensorRT-LLM's formats carry, which have no field for tenants.
+    """Returns the salt that vLLM's format carries, which has no field for tenants.
 
     With a tenant it is JSON, `["tenant", "salt"]` or `["tenant", null]`. Without one it is the salt itself; if that
     begins with `[`, as such JSON does, `[null, "salt"]`. So different names stay different.
