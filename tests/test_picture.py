@@ -1,4 +1,4 @@
-"""What caches, sequences and pools show of themselves in Jupyter: every page once, with its owner, whatever happens."""
+"""What caches and sequences show of themselves in Jupyter: every page once, with its owner, whatever happens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from vmmkv.core import entries
 from vmmkv.core.mapper import FRAMES
 from vmmkv.core.pool import Ask
 from vmmkv.picture import MAX_PAGES, MAX_ROWS
+from vmmkv.snapshot import mapped_rows, pages_in
 from vmmkv.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,6 +27,7 @@ STATES = {
     "kept": vmmkv.KEPT_PAGE,
     "lookahead": vmmkv.LOOKAHEAD_PAGE,
     "given back": vmmkv.VACANT_PAGE,
+    "shared": vmmkv.SHARED_PAGE,
 }
 
 
@@ -34,59 +36,37 @@ LARGE_FRAMES = {"lookahead": 20, "large_frames": True, "max_seq_len": 240, "page
 
 
 class Square(NamedTuple):
-    """What a square says and looks like: the sequence whose colour it has, or the entry in the page map; who is said to
-    share it; which part is filled, the first and the last page of the large frame if it is in one, and whether nothing
-    parts it from the next one."""
+    """What a square says and looks like: the page, its entry in the page map, the colour, and which part is filled."""
 
     page: int
-    owner: int
-    sharers: list[int]
+    state: int
+    colour: str
     part: float
-    frame: tuple[int, int] | None
-    is_joined: bool
 
 
 def squares(picture: str, where: str) -> Iterator[list[Square]]:
     """The squares of each of a picture's rows, or of its physical pages."""
     for group in ElementTree.fromstring(picture).iterfind(f"{SVG}g[@class='{where}']"):
-        drawn = group.findall(f"{SVG}g")
-        yield [square(each, following) for each, following in zip(drawn, [*drawn[1:], None])]
+        yield [square(each) for each in group.iterfind(f"{SVG}g")]
 
 
-def square(drawn: ElementTree.Element, following: ElementTree.Element | None) -> Square:
-    page, begin, end, state, number, shared = re.fullmatch(
-        r"page (\d+)(?:, in the large frame (\d+) to (\d+))?: "
-        r"(?:(free|surplus|kept|lookahead|given back).*|sequence (\d+)|shared by sequences (\d.*))",
+def square(drawn: ElementTree.Element) -> Square:
+    page, state, number = re.fullmatch(
+        r"page (\d+): (?:(free|surplus|kept|lookahead|given back|shared).*|sequence (\d+))",
         drawn.findtext(f"{SVG}title") or "",
     ).groups()
     boxes = drawn.findall(f"{SVG}rect")
-    left, width = (float(boxes[0].get(key)) for key in ("x", "width"))
-    right = next((float(box.get("x")) for box in (following or ())[1:2]), None)
-    colours = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
-    sharers = [int(each) for each in shared.split(" and ")[0].split(", ")] if shared else []
-    if shared:
-        owner = next(
-            (each for each in range(sharers[0], sharers[-1] + 200) if colours == {colour(each)}), vmmkv.SHARED_PAGE
-        )
-        assert owner >= 0 or colours == {"currentColor"}
-        assert owner in (*sharers, vmmkv.SHARED_PAGE) or "more" in shared
-    else:
-        owner = int(number) if number else STATES[state]
-        assert colours == {colour(owner)} or not number
-    assert (drawn.find(f"{SVG}path") is not None) == (shared is not None and owner >= 0)
-    return Square(
-        int(page),
-        owner,
-        sharers,
-        float(boxes[-1].get("width")) / width if owner >= 0 else 0.0,
-        (int(begin), int(end)) if begin else None,
-        left + width == right,
-    )
+    (looks,) = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
+    if number:
+        assert looks == colour(int(number))
+    assert (drawn.find(f"{SVG}path") is not None) == (state == "shared" and looks != "currentColor")
+    part = float(boxes[-1].get("width")) / float(boxes[0].get("width"))
+    return Square(int(page), int(number) if number else STATES[state], looks, part)
 
 
 def drawn_pages(picture: str, where: str) -> list[tuple[int, int]]:
     """Pages, and what they are, of all squares."""
-    return [(each.page, each.owner) for line in squares(picture, where) for each in line]
+    return [(each.page, each.state) for line in squares(picture, where) for each in line]
 
 
 def make_observed(make_cache: Callable[..., vmmkv.KVCache], device: str, **options) -> vmmkv.KVCache:
@@ -143,17 +123,19 @@ def test_every_page_is_drawn_once_with_its_owner(
         change(cache, live)
         owners, picture = cache.page_map(), cache._repr_html_()
         assert drawn_pages(picture, "physical") == list(enumerate(owners.tolist()))
-        drawn = [line for line in squares(picture, "row") if line]
-        assert sum(map(len, drawn)) == sum(run.nbytes for run in cache.mapped_ranges()) // cache.page_size
-        for each in (each for line in drawn for each in line):
-            assert owners[each.page] == (vmmkv.SHARED_PAGE if each.sharers else each.owner)
-            assert each.frame is None or each.frame[0] <= each.page <= each.frame[1]
+        drawn = drawn_pages(picture, "row")
+        assert sorted(drawn) == sorted((number, owners[number]) for number in pages_of_frames(cache))
         for sequence in live:
             own = [each for line in squares(sequence._repr_html_(), "row") for each in line]
-            used = [each for each in own if each.owner == sequence.number]
+            used = [each for each in own if each.colour == colour(sequence.number)]
             tokens = sequence.length - sequence.start
             filled = sum(each.part for each in used) * cache.page_size
             assert filled == pytest.approx(tokens * cache.layout.token_bytes, rel=0.05, abs=64)
+
+
+def pages_of_frames(cache: vmmkv.KVCache) -> list[int]:
+    """The physical pages on all rows."""
+    return [n for row, part in mapped_rows(cache) for n in pages_in(cache, row, part)[1].tolist()]
 
 
 def test_pictures_of_large_caches_are_bounded() -> None:

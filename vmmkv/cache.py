@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from . import debugging, picture, snapshot
+from . import debugging, snapshot
 from .arguments import (
     batch_of,
     check_flags,
@@ -56,6 +56,7 @@ from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
 from .layout import KVLayout, shown
+from .picture import draw_cache
 from .pool import FramePool, check_pool_alone, holders
 from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention, check_priority
@@ -828,7 +829,7 @@ class KVCache(Cache):
     def _repr_html_(self) -> str:
         """What Jupyter shows: which pages each row and sequence has."""
         try:
-            return picture.draw_cache(self, self.stats())
+            return draw_cache(self)
         except VmmkvError:
             return html.escape(repr(self))
 

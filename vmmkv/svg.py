@@ -13,8 +13,8 @@ KEY = 10
 
 
 def colour(number: int) -> str:
-    """The colour of a sequence, or of an account, by its number, `#rrggbb`: always the same, unlike its neighbours',
-    seen on black and on white."""
+    """The colour of a sequence by its number, `#rrggbb`: always the same, unlike its neighbours', seen on black and on
+    white."""
     hue = number * 0.381966 % 1  # the golden angle: as far as can be from the numbers before
     red, green, blue = colorsys.hls_to_rgb(hue, (0.54, 0.4, 0.66)[number % 3], 0.75)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
@@ -30,44 +30,35 @@ def stripe(x: float, y: float, width: float, height: float) -> str:
     return f'<path d="M{x:.4g} {y + height / 2:.6g}h{width:.4g}" stroke="currentColor" stroke-width="2"/>'
 
 
-def named(what: str, shape: str) -> str:
-    """A shape that shows a text under the pointer."""
-    return f"<g><title>{escape(what)}</title>{shape}</g>"
-
-
 class Drawing:
-    """A drawing that grows downwards; `y` is where it ends so far."""
+    """A drawing that grows downwards, below a title and a line; `y` is where it ends so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str, line: str) -> None:
         self._parts: list[str] = []
         self.y = 0
+        self.text(title, 'font-weight="bold"')
+        self.text(line)
 
-    def text(self, text: str, bold: bool = False) -> None:
+    def text(self, text: str, looks: str = "") -> None:
         """Adds a line of text."""
         self.y += 20
-        self.write(0, self.y - 5, text, 'font-weight="bold"' if bold else "")
+        self.write(0, self.y - 5, text, looks)
 
     def write(self, x: float, y: float, text: str, looks: str = "") -> None:
         """Adds text at a position."""
-        if text:
-            self.put(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {looks}>{escape(text)}</text>')
+        self.put(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {looks}>{escape(text)}</text>')
 
     def put(self, shape: str) -> None:
         """Adds a shape."""
         self._parts.append(shape)
 
     def legend(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Adds lines of squares, each with its looks and what it stands for."""
-        x = 0
-        self.y += 8
+        """Adds squares, each with its looks and what it stands for."""
         for looks, text in entries:
-            width = 7 * len(text) + 36
-            if x and x + width > WIDTH:
-                x, self.y = 0, self.y + KEY + 6
-            self.put(rectangle(x + 1, self.y + 1, KEY, KEY, looks))
-            self.write(x + KEY + 4, self.y + KEY, text)
-            x += width
-        self.y += KEY + 6
+            self.put(rectangle(1, self.y + 7, KEY, KEY, looks))
+            self.y += 16
+            self.write(KEY + 4, self.y, text)
+        self.y += 4
 
     def svg(self) -> str:
         """The SVG of the drawing."""
