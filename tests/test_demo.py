@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.workload import BLOCK, Request, known_tokens, read_trace
 
 
 def demo(*args: str):
@@ -61,60 +59,6 @@ def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
         path.write_text("\n".join(map(json.dumps, lines)))
     figures = json.loads(demo("--device", "cpu", "--trace", str(path), "--json").stdout)
     assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
-
-
-def chats(count: int) -> list[Request]:
-    """Requests whose prompts often begin alike, in blocks."""
-    prompts: list[list[int]] = [[]]
-    new = iter(range(count * 3))
-    for _ in range(count):
-        begin = random.choice(prompts)
-        common = begin[: random.randint(0, min(len(begin), 6))]
-        prompts.append(common + [next(new) for _ in range(random.randint(not common, 2))])
-    lengths = [BLOCK * len(prompt) - random.choice([0, random.randrange(BLOCK)]) for prompt in prompts[1:]]
-    return [Request(length, random.randint(1, 20), 0.0, tuple(prompt)) for length, prompt in zip(lengths, prompts[1:])]
-
-
-def write(path: Path, requests: list[Request]) -> str:
-    keys = "input_length", "output_length", "hash_ids"
-    path.write_text("".join(json.dumps(dict(zip(keys, (r.prompt, r.output, r.blocks)))) + "\n" for r in requests))
-    assert read_trace(path) == requests
-    return str(path)
-
-
-def known_beginnings(requests: list[Request]) -> list[int]:
-    """By request how many tokens it has in common with one before it, token by token, but for its last."""
-    tokens = [[(block, at) for block in each.blocks for at in range(BLOCK)][: each.prompt] for each in requests]
-    longest = []
-    for index, mine in enumerate(tokens):
-        same = [next((n for n, pair in enumerate(zip(mine, o)) if len(set(pair)) > 1), len(o)) for o in tokens[:index]]
-        longest.append(min([len(mine) - 1, max(same, default=0)]))
-    return longest
-
-
-def test_prompts_that_begin_alike_are_found(tmp_path: Path) -> None:
-    """With room for all, all whole pages of 16 tokens that they have in common; and attention on them is right."""
-    requests = chats(25)
-    known = known_beginnings(requests)
-    assert known_tokens(requests) == known
-    trace = write(tmp_path / "trace.jsonl", requests)
-    result = demo("--device", "cpu", "--trace", trace, "--budget-tokens", "200000", "--check-every", "2", "--json")
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
-    assert figures["prompt_tokens"] == sum(request.prompt for request in requests)
-    assert figures["known_tokens"] == sum(known)
-    assert sum(tokens // 16 * 16 for tokens in known) <= figures["cached_tokens"] <= sum(known)
-
-
-def test_what_is_reused_and_should_not_be_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Prompts that are taken for one another."""
-    sequence, commit = vmmkv.KVCache.sequence, vmmkv.Sequence.commit
-    monkeypatch.setattr(vmmkv.KVCache, "sequence", lambda cache, *, token_ids: sequence(cache, token_ids=token_ids * 0))
-    monkeypatch.setattr(vmmkv.Sequence, "commit", lambda each, token_ids: commit(each, token_ids * 0))
-    trace = write(tmp_path / "trace.jsonl", [Request(BLOCK, 3, 0.0, (block,)) for block in range(4)])
-    result = demo("--device", "cpu", "--trace", trace, "--check-every", "1")
-    assert result.exit_code == 1
-    assert "Attention is wrong" in result.output
 
 
 @pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])

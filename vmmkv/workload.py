@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import reprlib
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isfinite
@@ -107,22 +105,6 @@ def _seconds(row: dict[str, Any]) -> float | None:
     if not isfinite(seconds):
         raise ValueError(f"timestamp {row['timestamp']!r} is no time")
     return seconds
-
-
-def known_tokens(requests: Iterable[Request]) -> list[int]:
-    """For each request, how many tokens its prompt has in common with the beginning of an earlier prompt, by their
-    blocks. The last token does not count, since it has to be computed."""
-    seen: Counter[int] = Counter()
-    known = []
-    for request in requests:
-        common, goes_on = 0, True
-        for block, left in zip(request.blocks, range(request.prompt, 0, -BLOCK)):
-            tokens = min(left, BLOCK)
-            common += min(tokens, seen[block]) if goes_on else 0
-            goes_on = goes_on and seen[block] >= tokens
-            seen[block] = max(seen[block], tokens)
-        known.append(min(common, request.prompt - 1))
-    return known
 
 
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:

@@ -12,10 +12,10 @@ import torch
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from .. import KEPT_PAGE, SHARED_PAGE, VACANT_PAGE, InvariantError, KVCache, KVLayout
+from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
-from ..workload import Request, conversations, known_tokens, read_trace
+from ..workload import Request, conversations, read_trace
 from .options import Device, JsonOutput, TraceFile
 from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
@@ -64,9 +64,8 @@ def demo(
     """Replay requests with continuous batching under a budget, and check attention on the rows.
 
     Sequences arrive, grow token by token, finish, and their pages are reused. K and V are written for real; at
-    regular steps ordinary attention on the rows is compared with float64. Prompts of a trace that tells what they have
-    in common (Mooncake's `hash_ids`) begin with K and V that are there, as far as these are kept. Exits with 1 where
-    an error bound or an invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
+    regular steps ordinary attention on the rows is compared with float64. Exits with 1 where an error bound or an
+    invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
     if plot:
         check_plot(plot)
@@ -154,9 +153,6 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         "waste": waste,
         "waste_at_peak": waste_at_peak,
         "waste_measured": float(np.mean(replay.waste)),
-        "prompt_tokens": sum(request.prompt for request in replay.requests),
-        "cached_tokens": sum(replay.cached),
-        "known_tokens": sum(known_tokens(replay.requests)),
         "pages_created": stats.pages_created,
         "page_uses": stats.page_uses,
         "reuse_factor": stats.reuse_factor,
@@ -193,9 +189,6 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
         f"{waste['static']}. Each page was used {result['reuse_factor']:.1f} times, and calls of the memory system "
         f"took {result['driver_seconds'] / result['seconds']:.1%} of the time."
     )
-    if result["known_tokens"]:
-        found, known = (result[tokens] / result["prompt_tokens"] for tokens in ("cached_tokens", "known_tokens"))
-        console.print(f"Of the prompts' tokens {found:.1%} were cached already (the trace allows {known:.1%}).")
     if plot:
         console.print(f"The picture of all pages over time is {plot}.")
 
@@ -206,15 +199,13 @@ def _plot(replay: Replay, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    legend = {"no memory": "white", "no tokens": "lightgrey", "kept for reuse": "grey", "several sequences": "black"}
-    codes = {VACANT_PAGE: 0, KEPT_PAGE: 2, SHARED_PAGE: 3}
+    legend = {"no memory": "white", "no tokens": "lightgrey"}
     colours = [*(f"C{index}" for index in range(10) if index != 7), *PALE]  # C7 is grey
     steps = [step for step, _ in replay.page_maps]
     picture = np.zeros((max(len(pages) for _, pages in replay.page_maps), len(steps)), int)
     for column, (_, pages) in enumerate(replay.page_maps):
         picture[: len(pages), column] = np.where(pages >= 0, len(legend) + pages * 7 % len(colours), 1)
-        for state, code in codes.items():
-            picture[: len(pages), column][pages == state] = code
+        picture[: len(pages), column][pages == VACANT_PAGE] = 0
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     axes.imshow(

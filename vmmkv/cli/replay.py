@@ -1,17 +1,14 @@
 """Continuous batching over a cache: requests arrive, grow token by token, finish, and leave their pages.
 
 K and V are written for real, and ordinary attention on the rows is compared with a float64 reference. The K and V of a
-token follow from a table and a hash of its position and of its sequence, or of its block of the prompt if the trace
-says what prompts have in common. So the reference never reads the cache: a page in the wrong place gives a wrong
-answer, and so does a page that is reused and should not be.
+token follow from a table and a hash of its position and of its sequence. So the reference never reads the cache: a page
+in the wrong place gives a wrong answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import KVCache, Sequence
 from ..errors import InvariantError
 from ..schemes import allocated_bytes
-from ..workload import BLOCK, Request
+from ..workload import Request
 from .batching import Batching
 
 TABLE_SIZE = 4093
@@ -37,7 +34,6 @@ class Replay:
 
     Attributes:
         batching: the requests that run and that wait.
-        cached: for each request, how many tokens of its prompt had K and V already when it first started.
         lengths: per step the lengths of all running sequences.
         waste: at each check the waste that the cache reports of itself.
         max_error: the worst attention error, |out - reference| / |reference|.
@@ -50,7 +46,6 @@ class Replay:
     rng: np.random.Generator
     checks: int = 0
     max_error: float = 0.0
-    cached: list[int] = field(default_factory=list)
     lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
     waste: list[float] = field(default_factory=list)
     page_maps: list[tuple[int, npt.NDArray[np.int64]]] = field(default_factory=list)
@@ -64,12 +59,6 @@ class Replay:
         self._generator = torch.Generator().manual_seed(int(self.rng.integers(2**31)))
         self._table = torch.randn(TABLE_SIZE, layout.num_layers, 2, heads, width, generator=self._generator)
         self._table = self._table.to(layout.dtype).to(self.cache.device)
-        self._sources: WeakKeyDictionary[Sequence, npt.NDArray[np.int64]] = WeakKeyDictionary()
-        """For each sequence, the number that its tokens are hashed with: of their block, or of the sequence alone."""
-        self._names: dict[int, int] = {}
-        """Small numbers for blocks."""
-        self._own = count(-1, -1)
-        self._is_shared = any(request.blocks for request in self.requests)
         self.batching = Batching(self.cache, self.requests, self.cache.max_sequences, self._start)
 
     def run(self, advance: Callable[[int], None]) -> None:
@@ -85,26 +74,15 @@ class Replay:
         self.cache.check()
 
     def _start(self, request: Request, generated: int) -> Sequence:
-        """Starts a sequence and writes its prompt; commits the prompt for reuse if it consists of blocks."""
-        sources = np.full(request.total, next(self._own))
-        for index, block in enumerate(request.blocks):
-            end = min((index + 1) * BLOCK, request.prompt)
-            sources[index * BLOCK : end] = self._names.setdefault(block, len(self._names))
-        ids = (sources * BLOCK + np.arange(request.total) % BLOCK)[: request.prompt + generated]
-        sequence = self.cache.sequence(token_ids=ids) if request.blocks else self.cache.sequence(len(ids))
-        self._sources[sequence] = sources
+        """Starts a sequence and writes its prompt."""
+        sequence = self.cache.sequence(request.prompt + generated)
         self._write_prompt(sequence)
-        if request.blocks:
-            sequence.commit(ids)
-        if len(self.cached) < len(self.requests) and request is self.requests[len(self.cached)]:
-            self.cached.append(sequence.cached_tokens)
         self._advance(sequence.length)
         return sequence
 
     def _write_prompt(self, sequence: Sequence) -> None:
-        new = torch.arange(sequence.cached_tokens, sequence.length, device=self.cache.device)
-        for positions in torch.split(new, CHUNK):
-            records = self._table[self._indices(self._sources_of(sequence)[positions], positions)]
+        for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
+            records = self._table[self._indices(sequence.number, positions)]
             for layer in range(self.cache.layout.num_layers):
                 for which, cache in enumerate(self.cache.kv(layer)):
                     cache[sequence.row, positions] = records[:, layer, which]
@@ -113,9 +91,9 @@ class Replay:
         """Writes the last token of every running sequence."""
         device = self.cache.device
         sequences = [running.sequence for running in self.batching.running]
-        last = [(int(self._sources[each][each.length - 1]), each.row, each.length - 1) for each in sequences]
-        sources, rows, positions = (torch.tensor(values, device=device) for values in zip(*last))
-        records = self._table[self._indices(sources, positions)]
+        last = [(each.number, each.row, each.length - 1) for each in sequences]
+        numbers, rows, positions = (torch.tensor(values, device=device) for values in zip(*last))
+        records = self._table[self._indices(numbers, positions)]
         for layer in range(self.cache.layout.num_layers):
             for which, cache in enumerate(self.cache.kv(layer)):
                 cache[rows, positions] = records[:, layer, which]
@@ -135,7 +113,7 @@ class Replay:
             "vmmkv", self.cache.layout, lengths, self.cache.max_seq_len, self.cache.page_size
         ).sum()
         used = stats.pages["used"] * self.cache.page_size
-        if used > expected or (used < expected and not self._is_shared):
+        if used != expected:
             raise InvariantError(
                 f"step {steps}: {stats.pages['used']} pages are used; the tokens need {expected} bytes"
             )
@@ -155,15 +133,12 @@ class Replay:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             heads_first = q.view(1, -1, 1, k.shape[2]), k.unsqueeze(0), v.unsqueeze(0)
             out = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
-        indices = self._indices(self._sources_of(sequence)[:length], torch.arange(length, device=k.device))
+        indices = self._indices(sequence.number, torch.arange(length, device=k.device))
         true_k, true_v = self._table[:, layer][indices].double().permute(1, 2, 0, 3)
         weights = (q.double() @ true_k.transpose(1, 2) / k.shape[2] ** 0.5).softmax(-1)
         reference = weights @ true_v
         return float((out.view(q.shape).double() - reference).norm() / reference.norm())
 
-    def _sources_of(self, sequence: Sequence) -> torch.Tensor:
-        return torch.from_numpy(self._sources[sequence]).to(self.cache.device)
-
-    def _indices(self, sources: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where in the table K and V of tokens are."""
-        return (sources * 2_654_435_761 ^ positions * 40_503) % TABLE_SIZE
+    def _indices(self, numbers: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the table K and V of tokens are, by the numbers of their sequences."""
+        return (numbers * 2_654_435_761 ^ positions * 40_503) % TABLE_SIZE
