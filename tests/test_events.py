@@ -3,7 +3,6 @@ waits; the publisher's frames are vLLM's."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -121,32 +120,6 @@ def test_closing_wakes_all_and_keeps_the_rest() -> None:
     assert (stored.blocks.ids, type(cleared)) == ([1], Cleared)
     ring.store([2])
     assert log.events(timeout=None) == []
-
-
-def test_events_can_be_awaited() -> None:
-    log = EventLog(1)
-    ring = Ring(log)
-
-    async def follow() -> list[int]:
-        return [int(event.blocks.ids[0]) async for event in log if isinstance(event, Stored)]
-
-    async def main() -> list[int]:
-        abandoned = asyncio.create_task(follow())
-        await asyncio.sleep(0)
-        abandoned.cancel()  # while it waits: it takes nothing with it
-        with pytest.raises(asyncio.CancelledError):
-            await abandoned
-        ring.store([0])
-        async for event in log:
-            assert event.blocks.ids == [0]
-            break
-        following = asyncio.create_task(follow())
-        for token in range(1, 20):
-            await asyncio.to_thread(ring.store, [token])
-        log.close()
-        return await following
-
-    assert asyncio.run(main()) == list(range(1, 20))
 
 
 def test_a_forked_child_starts_empty() -> None:

@@ -1,6 +1,5 @@
 """Events: what routers are told of the prefixes that can be reused, in vLLM's words."""
 
-import asyncio
 import hashlib
 
 import msgspec
@@ -30,11 +29,6 @@ for event in cache.events(timeout=1.0):  # waits a second at most; None: for as 
     elif isinstance(event, Removed):
         print(len(event.hashes), "removed")
 # --8<-- [end:drain]
-
-
-async def follow(log: EventLog) -> None:
-    async for event in log:
-        print(event)
 
 
 # --8<-- [start:tenant]
@@ -91,4 +85,3 @@ assert [(event["type"], len(event["block_hashes"])) for event in events] == [("B
 publisher.close()
 cache.close()
 router.close(linger=0)
-asyncio.run(follow(log))  # ends soon: the log was closed with the cache

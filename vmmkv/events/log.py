@@ -11,13 +11,11 @@ Invariants, with the log's lock free:
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Protocol
@@ -64,8 +62,8 @@ class Source(Protocol):
 
 
 class EventLog:
-    """What happens to the reusable blocks of one cache, for one consumer: threads and tasks that drain the same log
-    share the events.
+    """What happens to the reusable blocks of one cache, for one consumer: threads that drain the same log share the
+    events.
 
     A block is reported only once it is whole. Changes that do not fit are dropped, the oldest first, and the consumer
     finds a `Dropped` in their place. Blocks that were reported before that, and blocks that follow these, are not
@@ -168,17 +166,6 @@ class EventLog:
             if events or closed or left <= 0:
                 return events
             time.sleep(min(left, POLL))
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Events as they come, until the log is closed. Where the loop over them ends early, the others stay in the
-        log."""
-        while True:
-            closed = self.closed
-            while events := self._take(1):
-                yield events[0]
-            if closed:
-                return
-            await asyncio.sleep(POLL)
 
     def _take(self, most: int | None) -> list[Event]:
         """Takes up to so many events that are there."""
