@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.tensors import export_range
-from vmmkv.torch import GrowableTensor, memory_allocated, memory_pool, memory_stats
+from vmmkv.torch import GrowableTensor, memory_allocated, memory_pool
 
 MIB = 1 << 20
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -295,7 +295,7 @@ def test_threads_with_pools_beside_busy_python() -> None:
 
 
 @DEVICES
-def test_the_accounts_name_every_owner(device: str, make_cache) -> None:
+def test_memory_of_every_owner_counts(device: str, make_cache) -> None:
     gc.collect()
     before = memory_allocated(device)
     cache = make_cache()
@@ -303,16 +303,11 @@ def test_the_accounts_name_every_owner(device: str, make_cache) -> None:
     sequences[0].free()
     grown = GrowableTensor((1 << 20, 5), torch.float64, device)
     grown.resize(70_000)
-    stats = {id(held.owner): held for held in memory_stats(device)}
-    assert stats[id(cache)].physical_bytes == cache.stats().physical_bytes > 0
-    assert stats[id(grown)].physical_bytes == grown.stats().physical_bytes == 4 * MIB
-    assert memory_allocated(device) - before == cache.stats().physical_bytes + 4 * MIB
+    assert memory_allocated(device) - before == cache.stats().physical_bytes + 4 * MIB > 4 * MIB
     assert memory_allocated() >= memory_allocated(device)
-    assert all(held.device.type == device for held in stats.values())
     cache.close()
     grown.close()
     assert memory_allocated(device) == before
-    assert not {id(cache), id(grown)} & {id(held.owner) for held in memory_stats()}
 
 
 def test_importing_vmmkv_torch_imports_no_numba_and_leaves_torch_alone() -> None:

@@ -1,9 +1,9 @@
-"""What torch users hold: a memory pool and a growable tensor on pages, and accounts of who holds how many.
+"""What torch users hold: a memory pool and a growable tensor on pages, and how many of them there are.
 
 Nothing here is a compiled extension, and Numba is imported only when a memory pool is made.
 """
 
-from .accounting import MemoryStats, memory_allocated, memory_stats
+from .accounting import memory_allocated
 from .growable_tensor import GrowableTensor, GrowableTensorStats
 from .pool import MemoryPool, MemoryPoolStats, memory_pool
 
@@ -12,8 +12,6 @@ __all__ = [
     "GrowableTensorStats",
     "MemoryPool",
     "MemoryPoolStats",
-    "MemoryStats",
     "memory_allocated",
     "memory_pool",
-    "memory_stats",
 ]
