@@ -12,7 +12,7 @@ together. Scales of whole sequences are no part of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -114,13 +114,12 @@ class KVLayout:
             )
         if self.scales and self.dtype not in SCALED_DTYPES:
             raise DtypeError(f"asked for scales of {self.dtype}; it must be one of float8_e4m3fn, int8, or scales=None")
-        object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
-        if not 1 <= self.num_layers <= MAX_LAYERS:
-            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one, at most {MAX_LAYERS}")
-        if self.layers_per_range is not None:
-            object.__setattr__(self, "layers_per_range", whole_number("layers_per_range", self.layers_per_range))
-            if self.layers_per_range < 1:
-                raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
+        for name in ("num_layers", "layers_per_range"):
+            value = getattr(self, name)
+            if name == "num_layers" or value is not None:
+                object.__setattr__(self, name, whole_number(name, value, least=1))  # numpy's may overflow
+        if self.num_layers > MAX_LAYERS:
+            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at most {MAX_LAYERS}")
         for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
@@ -136,46 +135,38 @@ class KVLayout:
     def _per_layer(self, value: int | Sequence[int]) -> Sequence[int]:
         return value if isinstance(value, Sequence) else (value,) * self.num_layers
 
-    @cached_property
+    @property
     def layers(self) -> tuple[LayerLayout, ...]:
         """Where each layer lies."""
-        step = ALIGNMENT // self.dtype.itemsize
-        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
-        shapes = zip(self._per_layer(self.num_kv_heads), self._per_layer(self.head_dim), self._per_layer(v_head_dim))
-        layers: list[LayerLayout] = []
-        end = 0
-        for index, (heads, k_dim, v_dim) in enumerate(shapes):
-            range_index, position = divmod(index, self.layers_per_range or self.num_layers)
-            k_offset = end if position else 0
-            v_offset = k_offset + _round_up(heads * k_dim, step)
-            end = v_offset + _round_up(heads * v_dim, step)
-            layers.append(LayerLayout(range_index, heads, k_dim, v_dim, k_offset, v_offset))
-        return tuple(self._with_scales(layers) if self.scales == "token_head" else layers)
+        return self._placed[0]
 
-    def _with_scales(self, layers: list[LayerLayout]) -> Iterator[LayerLayout]:
-        """Layers, with a place for scales behind K and V of the last of their range."""
-        ends = [end // SCALE_BYTES for end in self._value_bytes(layers)]
-        for layer in layers:
-            yield replace(layer, scales_offset=ends[layer.range])
-            ends[layer.range] += 2 * layer.num_kv_heads
-
-    def _value_bytes(self, layers: Iterable[LayerLayout]) -> list[int]:
-        """Bytes of K and V of a token in each range, which end where they are aligned."""
-        last = {layer.range: layer for layer in layers}
-        return [
-            _round_up((layer.v_offset + layer.num_kv_heads * layer.v_head_dim) * self.dtype.itemsize, ALIGNMENT)
-            for layer in last.values()
-        ]
-
-    @cached_property
+    @property
     def record_bytes(self) -> tuple[int, ...]:
         """Bytes of a token record in each range: the stride from one token to the next."""
-        records = self._value_bytes(self.layers)
-        for layer in self.layers:
-            if layer.scales_offset is not None:
-                end = (layer.scales_offset + 2 * layer.num_kv_heads) * SCALE_BYTES
-                records[layer.range] = _round_up(end, ALIGNMENT)
-        return tuple(records)
+        return self._placed[1]
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[LayerLayout, ...], tuple[int, ...]]:
+        """The layers, and the bytes of each range's record: K and V of its layers, and then their scales."""
+        item, step = self.dtype.itemsize, ALIGNMENT // self.dtype.itemsize
+        layers, records = list[LayerLayout](), list[int]()
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        shapes = [*zip(*map(self._per_layer, (self.num_kv_heads, self.head_dim, v_head_dim)))]
+        count = self.layers_per_range or self.num_layers
+        for first in range(0, self.num_layers, count):
+            end, placed = 0, []
+            for heads, k_dim, v_dim in shapes[first : first + count]:
+                k_offset, v_offset = end, end + _round_up(heads * k_dim, step)
+                placed.append(LayerLayout(len(records), heads, k_dim, v_dim, k_offset, v_offset))
+                end = v_offset + _round_up(heads * v_dim, step)
+            nbytes = end * item
+            if self.scales == "token_head":
+                for index, layer in enumerate(placed):
+                    placed[index] = replace(layer, scales_offset=nbytes // SCALE_BYTES)
+                    nbytes += 2 * layer.num_kv_heads * SCALE_BYTES
+            layers += placed
+            records.append(_round_up(nbytes, ALIGNMENT))
+        return tuple(layers), tuple(records)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -229,14 +220,16 @@ def as_index(name: str, value: object) -> int:
     raise ArgumentError(f"got {name}={value!r}; it must be a whole number")
 
 
-def whole_number(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number, as a size. Raises `LayoutError`."""
+def whole_number(name: str, value: object, least: int | None = None) -> int:
+    """What was given under a name, where it is a whole number, as a size, of at least `least`. Raises `LayoutError`."""
     try:
         number = as_index(name, value)
     except ArgumentError as error:
         raise LayoutError(str(error)) from None
     if number.bit_length() > 63:
         raise LayoutError(f"asked for {name}={shown(number)}; no such size has more than 63 bits")
+    if least is not None and number < least:
+        raise LayoutError(f"asked for {name}={number}; it is at least {least}")
     return number
 
 
