@@ -92,7 +92,7 @@ def make_allocator(
         heads, width = layout.num_kv_heads, layout.head_dim
         layout = KVLayout(2 * layout.num_layers, heads, width, layout.dtype, v_head_dim=0, layers_per_range=1)
     if scheme in ("per layer", "token-major"):
-        pool = FramePool.on(NullDriver(budget), budget)
+        pool = FramePool(budget, device=NullDriver(budget))
         # One row more than there could be pages for: memory runs out, not rows.
         rows = min(max_sequences, budget // pool.page_size // len(layout.record_bytes) + 1)
         large = scheme == "token-major"  # a range for each layer has pages of one size

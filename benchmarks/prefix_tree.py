@@ -98,7 +98,7 @@ def main(
 def fill(pages: int, tokens: int, rng: np.random.Generator) -> tuple[KVCache, list[Ids]]:
     """A cache with so many cached pages, and the conversations in it."""
     nbytes = (pages + ROWS * -(-2 * tokens // PAGE_TOKENS)) * NullDriver(0).page_size  # later ones evict the first
-    cache = KVCache(LAYOUT, ROWS, 2 * tokens, pool=FramePool.on(NullDriver(nbytes), nbytes), lookahead=0)
+    cache = KVCache(LAYOUT, ROWS, 2 * tokens, pool=FramePool(nbytes, device=NullDriver(nbytes)), lookahead=0)
     systems = [draw(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     conversations: list[Ids] = []
     cached = 0

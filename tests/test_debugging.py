@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
 
 import vmmkv
-from vmmkv.torch import GrowableTensor
 
 PAGE_TOKENS = 8
 
@@ -89,49 +86,6 @@ def test_a_cache_that_is_closed_says_what_lives_and_who_started_it() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make().close()
-
-
-def test_who_closes_nothing_is_told_too() -> None:
-    """When a circle that the cache is part of is collected, and at the end of the process; without debugging not."""
-    code = """
-        import atexit, gc, os, vmmkv
-        def make():
-            return vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 2, 80, max_bytes="64KiB", device="cpu", page_size=4096)
-        closed, idle, circle, kept = (make() for _ in range(4))
-        with closed, closed.sequence(3):
-            pass
-        circle.itself, kept.itself = [circle.sequence(11)], [kept.sequence(9)]
-        del circle
-        gc.collect()
-        print("end", flush=True)
-        if not os.fork():
-            atexit._run_exitfuncs()
-            os._exit(0)
-        os.wait()
-        atexit._run_exitfuncs()
-    """
-    told = r"a KVCache, made at \S+ in make < .*, was never closed, .*:\nsequence \d+: (\d+) tokens, 1 pages, started"
-    child = run_python(code, env={"VMMKV_DEBUG": "1", "NUMBA_ENABLE_CUDASIM": "1"})
-    assert re.findall(told, child.stderr) == ["11", "9"], child.stderr
-    assert child.stderr.count("LeakWarning:") == 2
-    child = run_python(code, env={"VMMKV_DEBUG": "0", "NUMBA_ENABLE_CUDASIM": "1"})
-    assert (child.stdout, child.stderr) == ("end\n", "")
-
-
-def test_a_pool_that_is_closed_too_early_says_what_lies_on_it() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
-    cache = vmmkv.KVCache(layout(), 2, 80, pool=pool)
-    tensor = GrowableTensor((100, 1024), torch.float32, max_bytes="64KiB", pool=pool)
-    sequence = cache.sequence(9)
-    tensor.resize(3)
-    with pytest.raises(vmmkv.BudgetError, match=r"close them first\n2 pages of what was made .*\n  sequence \d+: 9 "):
-        pool.close()
-    with pytest.raises(vmmkv.BudgetError, match=r"3 pages of what was made at .*\n  3 rows"):
-        pool.close()
-    sequence.free()
-    cache.close()
-    tensor.close()
-    pool.close()
 
 
 @pytest.mark.gpu

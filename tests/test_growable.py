@@ -41,7 +41,7 @@ class Grown:
         width = max(int(self.page / random.uniform(0.3, 40) / dtype.itemsize / inner), 1)
         self.row_bytes = width * inner * dtype.itemsize
         self.max_rows = 10 * self.page // self.row_bytes + 1
-        pool = FramePool.on(self.driver.inner, BUDGET * self.page)
+        pool = FramePool(BUDGET * self.page, device=self.driver.inner)
         self.grown = GrowableTensor((self.max_rows, width, inner), dtype, pool=pool, max_bytes="100%")
         self.model, self.views = self.grown.tensor.clone(), [self.grown.tensor]
 
@@ -179,7 +179,7 @@ def test_new_rows_are_no_numbers_with_debugging(monkeypatch: pytest.MonkeyPatch)
 
 def test_pages_behind_a_shrunk_tensor_wait_for_every_stream() -> None:
     device = SimulatedDevice(Random())
-    grown = on_driver(device, GrowableTensor, (1 << 20,), torch.uint8, pool=FramePool.on(device.inner, MIB))
+    grown = on_driver(device, GrowableTensor, (1 << 20,), torch.uint8, pool=FramePool(MIB, device=device.inner))
     first, second, third = device.streams
     grown.resize(50_000)
     grown.record_stream(third)
@@ -216,7 +216,7 @@ def test_pages_behind_a_shrunk_tensor_wait_for_their_readers() -> None:
 def test_views_keep_memory_until_the_last_dies_or_addresses_if_it_was_closed() -> None:
     for closed in (False, True):
         driver = FaultyDriver(small_driver("cpu"))
-        pool = FramePool.on(driver.inner, 90 * PAGE)
+        pool = FramePool(90 * PAGE, device=driver.inner)
         staging = driver.ranges.copy()
         grown = GrowableTensor((100, 64), torch.float32, pool=pool)
         grown.append(torch.full((100, 64), 3.0))
@@ -257,7 +257,7 @@ def test_a_call_that_is_interrupted_at_any_line(name: str) -> None:
     while ended is None:
         line += Random().randint(1, 6)
         driver = FaultyDriver(small_driver("cpu"))
-        pool = FramePool.on(driver.inner, 90 * PAGE)
+        pool = FramePool(90 * PAGE, device=driver.inner)
         grown = GrowableTensor((100, 512), torch.float64, pool=pool)
         grown.append(torch.full((10, 512), 3.0, dtype=torch.float64))
         rows = torch.full((5, 512), 4.0, dtype=torch.float64)

@@ -43,7 +43,7 @@ class Device:
         self.driver = FaultyDriver(small_driver("cpu"))
         self.driver.unmaps_anything = True
         self.c_driver = CDriver(driver=self.driver)
-        self.pool = FramePool.on(self.driver.inner, pages * PAGE)
+        self.pool = FramePool(pages * PAGE, device=self.driver.inner)
         self.functions = Functions(self.c_driver, 0)
         self.segments: dict[int, int] = {}
 

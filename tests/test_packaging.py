@@ -152,6 +152,7 @@ LAYERS = [
     "tensors",
     "scales",
     "arguments",
+    "views",
     "transfer",
     "lending",
     "pool",

@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .core.sequence import Sequence
+from .core.sequence import Sequence, too_long
 from .errors import (
     ArgumentError,
     DtypeError,
     LayoutError,
     OutOfRangeError,
-    SequenceTooLongError,
     ShapeError,
 )
 from .layout import KVLayout, as_index, shown, whole_number
@@ -24,10 +23,8 @@ def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_st
     """Returns the numbers of sequences and of their tokens. Raises `ArgumentError` or `LayoutError`."""
     if not isinstance(layout, KVLayout):
         raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
-    max_sequences = whole_number("max_sequences", max_sequences)
-    max_seq_len = whole_number("max_seq_len", max_seq_len)
-    if max_sequences < 1 or max_seq_len < 1:
-        raise LayoutError(f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1")
+    max_sequences = whole_number("max_sequences", max_sequences, least=1)
+    max_seq_len = whole_number("max_seq_len", max_seq_len, least=1)
     if int32_strides and max_seq_len > layout.int32_token_limit:
         raise LayoutError(
             f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of {max(layout.record_bytes)} "
@@ -41,14 +38,6 @@ def check_size(name: str, value: object, least: int = 1) -> int:
     number = as_index(name, value)
     if number < least:
         raise LayoutError(f"asked for {name}={shown(number)}; it is at least {least}")
-    return number
-
-
-def not_negative(name: str, value: object) -> int:
-    """Returns a whole number of tokens, from 0 on. Raises `LayoutError`."""
-    number = whole_number(name, value)
-    if number < 0:
-        raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
     return number
 
 
@@ -140,10 +129,7 @@ def whole_numbers(
 def check_length(length: int, max_seq_len: int) -> None:
     """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
     if length > max_seq_len:
-        raise SequenceTooLongError(
-            f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
-            "one: a longer row takes addresses, not memory"
-        )
+        raise too_long(length, max_seq_len)
 
 
 def check_tokens(tokens: int, name: str = "tokens") -> int:

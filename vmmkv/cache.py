@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import html
 import os
 import threading
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from sys import is_finalizing
 from typing import Any, NoReturn, Self
 from weakref import proxy
 
@@ -29,43 +27,37 @@ from .arguments import (
     check_tokens,
     ids_of,
     indices_of,
-    not_negative,
-    one_of,
     row_number,
     whole_numbers,
 )
 from .budget import budget_pages, pages_within, parse_bytes
 from .core import entries
 from .core.addresses import check_address_space
-from .core.cache import Cache
 from .core.check import check
 from .core.pool import SLOTS_AT, TICK, Ask
 from .core.reordering import reorder
-from .driver.driver import fork_error, open_driver
+from .driver.driver import open_driver
 from .driver.fence import Fence
 from .errors import (
     ArgumentError,
     BusyError,
     LeakWarning,
     OutOfRowsError,
-    UnsupportedError,
-    UseAfterFreeError,
     VmmkvError,
 )
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names
-from .layout import KVLayout, shown
+from .layout import KVLayout, shown, whole_number
 from .picture import draw_cache
-from .pool import FramePool, check_pool_alone, holders
+from .pool import FramePool, check_pool_alone
 from .prefix.prefixes import Prefixes, tenant_key
 from .prefix.retention import Retention, check_priority
-from .scales import SequenceScales
 from .sequence import Sequence, check_reusable
 from .stats import CacheStats
-from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 from .tier.host_tier import HostTier
 from .transfer import receive
+from .views import TokenCache
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
@@ -73,7 +65,7 @@ LOOKAHEAD_PAGES = 4
 """Pages of tokens mapped ahead by default, on a GPU."""
 
 
-class KVCache(Cache):
+class KVCache(TokenCache):
     """K and V of many sequences, each in one contiguous row of virtual memory.
 
     All methods may be called from several threads; a single sequence may be used by one thread at a time. A finalizer,
@@ -128,6 +120,8 @@ class KVCache(Cache):
     """
 
     kind = Sequence
+    account_name = ""
+    """Its name among those on its pool."""
     pool: FramePool
     """The physical memory that it lies on."""
     prefixes: Prefixes | None = None
@@ -136,8 +130,6 @@ class KVCache(Cache):
     """What records which prefixes can be found, if anything does."""
     host_tier: HostTier | None = None
     """Host memory for suspended sequences and evicted prefixes, if the cache has any."""
-    scales: SequenceScales | None = None
-    """Those of whole sequences, if the layout has them."""
 
     def __init__(
         self,
@@ -167,8 +159,8 @@ class KVCache(Cache):
         check_priority(0 if host_priority is None else host_priority, None)
         check_flags(scrub=scrub, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
-        overread = not_negative("overread", overread)
-        lookahead = None if lookahead is None else not_negative("lookahead", lookahead)
+        overread = whole_number("overread", overread, least=0)
+        lookahead = None if lookahead is None else whole_number("lookahead", lookahead, least=0)
         if pool is None and reserved:
             raise ArgumentError(
                 f"got reserved={reserved!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
@@ -179,7 +171,7 @@ class KVCache(Cache):
         budget = layout, max_sequences, max_bytes, max_tokens, overread
         if pool is None:
             driver = open_driver(device, page_size)
-            pool, limit = FramePool.on(driver, budget_pages(driver, *budget) * driver.page_size), None
+            pool, limit = FramePool(budget_pages(driver, *budget) * driver.page_size, device=driver), None
             pool.is_shared = False
         else:
             limit = None if max_bytes is max_tokens is None else budget_pages(pool, *budget)
@@ -187,10 +179,9 @@ class KVCache(Cache):
         check_address_space(row_bytes * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}")
         ahead = LOOKAHEAD_PAGES * pool.page_size if pool.device.type == "cuda" else 0
         self.lookahead = -(-ahead // min(layout.record_bytes)) if lookahead is None else lookahead
-        self.layout = layout
         super().__init__(
             pool,
-            layout.record_bytes,
+            layout,
             max_sequences,
             max_seq_len,
             limit=limit,
@@ -200,59 +191,19 @@ class KVCache(Cache):
             large=large_frames and max_tokens is None,
             scrub=scrub,
         )
-        self.is_open = True
         self.origins: dict[int, str] = {}
         """With debugging: where the last sequence of each row was started."""
-        self._tells_leaks = pool.is_debugged
         self.account_name = pool.name(self)
         self.host_tier = None
         if host_bytes:
             nbytes = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
             self.host_tier = HostTier(proxy(self), nbytes, host_priority)
-        self._export()
         self.prompt_tokens = self.cached_tokens = 0
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.event_log = event_log
         if event_log is not None:
             self.prefixes = Prefixes(proxy(self), events=event_log.max_events, tier=self.host_tier)
             event_log.follow(self.prefixes.ring)
-
-    def _export(self) -> None:
-        """Makes tensors of the ranges, and views of K and V."""
-        size = self.page_size
-        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-            self._ranges = [
-                export_range(
-                    int(part["address"]),
-                    self.max_sequences * int(part["row_pages"]) * size,
-                    self.device,
-                    owner=self.owner(),
-                ).view(self.layout.dtype)
-                for part in self.ranges
-            ]
-            shape = self.layout, self.max_sequences, self.max_seq_len
-            self._views = kv_views(self._ranges, *shape)
-            self._scales = scale_views(self._ranges, *shape) if self.layout.scales == "token_head" else []
-            if self.layout.scales == "sequence_head":
-                self.scales = SequenceScales(self.pool.driver, self.layout, self.max_sequences)
-                self._scales = repeated_scales(self.scales.rows, self.layout, self.max_seq_len)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its memory is."""
-        return self.pool.driver.device
-
-    @property
-    def page_size(self) -> int:
-        """Bytes of a page."""
-        return self.pool.driver.page_size
-
-    def check_usable(self) -> None:
-        """Raises `UseAfterFreeError` if it was closed, and `ForkError` if it belongs to another process."""
-        if self.pool.word("dead"):
-            raise fork_error()
-        if not self.is_open:
-            raise UseAfterFreeError("this KVCache was closed; make a new one")
 
     # ------------------------------------------------------------------ sequences
 
@@ -597,83 +548,6 @@ class KVCache(Cache):
 
     # ------------------------------------------------------------------ memory
 
-    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
-
-        Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
-        GPU's context. So do not print, compare or copy these as a whole, nor more of a row than it has tokens. The
-        storage of any of these views is the whole range: printing or reading that ends the process, too. To copy, save
-        or share a view, `clone()` it first. `Sequence.k` and `v` are as long as their sequence.
-
-        Returns:
-            K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width, of the layout's
-            dtype; strided, zero-copy, at addresses that never change.
-
-        Raises:
-            OutOfRangeError, ArgumentError: there is no such layer.
-            UnsupportedError: the layout has scales, without which these numbers mean nothing: see `scaled_kv`.
-        """
-        self.check_usable()
-        if self.layout.scales is not None:
-            raise UnsupportedError(
-                f"asked for K and V of a layout with scales={self.layout.scales!r} without their scales; scaled_kv() "
-                "gives both, and kernels that take both read and write them"
-            )
-        return one_of(self._views, layer, "layer")
-
-    def scaled_kv(self, layer: int) -> ScaledKV:
-        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales. `vmmkv.kernels`
-        take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of `kv`.
-
-        Returns:
-            K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
-            num_kv_heads]`; those of whole sequences are the same memory for all tokens, which is written to by way of
-            `sequence_scales` only.
-
-        Raises:
-            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no scales.
-        """
-        self.check_usable()
-        if self.layout.scales is None:
-            raise UnsupportedError(
-                "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
-            )
-        return ScaledKV(*one_of(self._views, layer, "layer"), *self._scales[layer])
-
-    def sequence_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of whole sequences of one layer, by row: of a layout with `scales="sequence_head"`.
-
-        They are yours to write, before a sequence has tokens: what was rounded with others would be other numbers.
-        `vmmkv.kernels.sequence_scales` makes them of a prompt; `vmmkv.kernels.append` takes them as `k_scales` and
-        `v_scales`, and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3 takes as
-        `k_descale` and `v_descale`.
-
-        A new sequence has scales of 1. Forks begin with those of their parent; sequences that are reordered, suspended
-        or sent to another process take theirs along. All of a cache's are `max_sequences * num_layers` times 8 bytes
-        for each KV head, in plain memory of torch, which is no part of its budget, and which `stats` does not count.
-
-        Returns:
-            Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
-
-        Raises:
-            OutOfRangeError, ArgumentError, UnsupportedError: there is no such layer, or the layout has no such scales.
-        """
-        self.check_usable()
-        if self.layout.scales != "sequence_head":
-            raise UnsupportedError(
-                f"asked for the scales of sequences of a layout with scales={self.layout.scales!r}; make it with "
-                "KVLayout(scales='sequence_head')"
-            )
-        k_scales, v_scales = one_of(self._scales, layer, "layer")
-        return k_scales[:, 0], v_scales[:, 0]
-
-    def range(self, index: int) -> torch.Tensor:
-        """One range of the layout, all rows of it: `[elements]` of its dtype, of which K and V of its layers are views.
-        For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
-        print it. Raises `OutOfRangeError` or `ArgumentError`."""
-        self.check_usable()
-        return one_of(self._ranges, index, "range")
-
     def trim(self) -> int:
         """Gives surplus, cached prefixes and free pages back to the system, also those that others on the pool have
         left free; returns the number of bytes. Waits for GPU work that still uses them.
@@ -697,7 +571,7 @@ class KVCache(Cache):
         """
         if not self.is_open or self.pool.word("dead"):
             return
-        held = self.held() if self._tells_leaks else []
+        held = self._held() if self.pool.is_debugged else []
         super().close()
         if self.prefixes:
             self.prefixes.close()
@@ -705,18 +579,14 @@ class KVCache(Cache):
             self.event_log.close()
         self.is_open = False
         self.pool.holders.pop(self.account_name, None)
-        self._drop_views()
+        self.drop_views()
         if self.owns_pool:
             self.pool.end()
         if held:
             warnings.warn("\n".join(["a KVCache was closed with live sequences:", *held]), LeakWarning, stacklevel=2)
 
-    def _drop_views(self) -> None:
-        """Drops the tensors over the ranges: users may have views of them."""
-        self._views, self._scales, self._ranges = [], [], []
-
-    def held(self) -> list[str]:
-        """What live sequences hold, a line for each, and with debugging where each was started."""
+    def _held(self) -> list[str]:
+        """What live sequences hold and where each was started, a line for each."""
         if self.dead:
             self.sweep()
         lines, used = [], (self.extents["use_end"] - self.extents["use_first"]).reshape(self.max_sequences, -1).sum(1)
@@ -727,22 +597,6 @@ class KVCache(Cache):
             origin = self.origins.get(row, "an unknown place")
             lines.append(f"sequence {self.owners[row]}: {where}, started at {origin}")
         return lines
-
-    def tell_unclosed(self) -> None:
-        """With debugging: warns of live sequences if the cache was never closed; not in a forked child."""
-        tells, self._tells_leaks = self._tells_leaks and self.is_open and not self.pool.word("dead"), False
-        if tells and (held := self.held()):
-            place = self.pool.origins[self.account_name]
-            made = f"a KVCache, made at {place}, was never closed, and has live sequences:"
-            warnings.warn("\n".join([made, *held]), LeakWarning, stacklevel=1)
-
-    def __del__(self, ends: Callable[[], bool] = is_finalizing) -> None:
-        try:
-            if not ends() and "account_name" in vars(self):  # or it was not made whole
-                self.tell_unclosed()
-        finally:
-            self._drop_views()
-            super().__del__()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
         """Takes events of the cached prefixes from `event_log`. Arguments and errors are those of `EventLog.events`;
@@ -756,15 +610,19 @@ class KVCache(Cache):
     @property
     def available_pages(self) -> int:
         """Pages of the budget that live tokens can be given: all that no cache uses or has reserved."""
+        self._settle()
+        account = self.pool.accounts[self.account]
+        used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
+        others = self.pool.word("committed") - committed
+        return max(min(int(account["limit"]), self.pool.attainable_pages - others) - used, 0)
+
+    def _settle(self) -> None:
+        """Frees what was collected, and closes what could not be closed before."""
         self.check_usable()
         if self.dead:
             self.sweep()
         if self.pool.unclosed:
             self.pool.close_again()
-        account = self.pool.accounts[self.account]
-        used, committed = int(account["used"]), max(int(account["used"]), int(account["reserved"]))
-        others = self.pool.word("committed") - committed
-        return max(min(int(account["limit"]), self.pool.attainable_pages - others) - used, 0)
 
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
@@ -772,9 +630,7 @@ class KVCache(Cache):
 
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-        self.check_usable()
-        if self.dead:
-            self.sweep()
+        self._settle()
         if self.host_tier:
             self.host_tier.refresh()
         return snapshot.stats(self)
@@ -789,11 +645,7 @@ class KVCache(Cache):
 
     def check(self) -> None:
         """Checks every invariant of the books; raises `InvariantError` if one is broken."""
-        self.check_usable()
-        if self.dead:
-            self.sweep()
-        if self.pool.unclosed:
-            self.pool.close_again()
+        self._settle()
         if self.pool.word("pending"):  # an interruption has left it: the next plan books it
             self.pool.limit_to(self.pool.word("budget"))
         with self.pool.lock:  # guests alone know how often they hold a frame
@@ -832,13 +684,6 @@ class KVCache(Cache):
             return draw_cache(self)
         except VmmkvError:
             return html.escape(repr(self))
-
-
-@atexit.register
-def _tell_unclosed() -> None:
-    for holder in holders():
-        if isinstance(holder, KVCache):
-            holder.tell_unclosed()
 
 
 def names_of(salt: Name, adapter: Name, tenant: Name) -> tuple[Name, Name, Name]:

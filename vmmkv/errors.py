@@ -181,4 +181,4 @@ class KeptLayersWarning(UserWarning):
 
 
 class LeakWarning(UserWarning):
-    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences, or never; the message says who started these."""
+    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences; the message says where each was started."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn, Protocol
 
@@ -32,9 +32,6 @@ class Holder(Protocol):
     def mapped_pages(self) -> int:
         """Pages that are mapped for it, each counted once."""
 
-    def held(self) -> list[str]:
-        """What users hold of it, a line for each."""
-
 
 class FramePool(Pool):
     """Physical memory of one device, for several caches and growable tensors: memory that one does not use another can
@@ -49,7 +46,7 @@ class FramePool(Pool):
     Args:
         max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is allocated as
             sequences grow, not before.
-        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`, or a driver that is open; None takes CUDA where there is a GPU.
         page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
             GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
         shared: the name of a budget that this user's processes on the device share; None is a budget of this process
@@ -71,26 +68,14 @@ class FramePool(Pool):
         self,
         max_bytes: float | str = "80%",
         *,
-        device: str | torch.device | None = None,
+        device: str | torch.device | Driver | None = None,
         page_size: int | None = None,
         shared: str | None = None,
         reserved: float | str = 0,
     ) -> None:
         if shared is None and reserved:
             raise ArgumentError(f"got reserved={reserved!r} without shared; a pool by itself has all of max_bytes")
-        self.open_on(open_driver(device, page_size), max_bytes, shared, reserved)
-
-    @classmethod
-    def on(cls, driver: Driver, max_bytes: float | str) -> FramePool:
-        """Makes a pool on a driver that is open already."""
-        pool = cls.__new__(cls)
-        pool.open_on(driver, max_bytes)
-        return pool
-
-    def open_on(
-        self, driver: Driver, max_bytes: float | str, shared: str | None = None, reserved: float | str = 0
-    ) -> None:
-        """Opens the pool on a driver, with so many bytes; see the constructor."""
+        driver = device if isinstance(device, Driver) else open_driver(device, page_size)
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
         pages = pages_within(driver, max_bytes)
@@ -107,8 +92,6 @@ class FramePool(Pool):
         """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.holders: weakref.WeakValueDictionary[str, Holder] = weakref.WeakValueDictionary()
         """By name: those who lie on it."""
-        self.origins: dict[str, str] = {}
-        """With debugging, by name: where each was made."""
         self._kinds: dict[str, itertools.count[int]] = {}
         self.lender: Lender | None = None
         if path is not None:
@@ -120,8 +103,6 @@ class FramePool(Pool):
         kind = type(holder).__name__
         name = f"{kind} {next(self._kinds.setdefault(kind, itertools.count()))}"
         self.holders[name] = holder
-        if self.is_debugged:
-            self.origins[name] = debugging.caller()
         return name
 
     @property
@@ -215,18 +196,21 @@ class FramePool(Pool):
             used_bytes=(self.word("used") - self.word("leased") + taken) * size,
             sequences=sum(account.sequences for account in accounts),
             tokens=sum(account.tokens for account in accounts),
-            pages_created=self.word("made"),
-            pages_mapped={
-                "ahead": self.word("mapped_ahead"),
-                "in need": self.word("mapped_in_need"),
-            },
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            driver_calls=self.meter.stats(),
-            mapper_calls=self.ahead_meter.stats(),
+            **self.counts(),
             mapper_error=mapper.error if mapper else None,
             accounts=accounts,
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What `FramePoolStats` and `CacheStats` say of the pool alike: pages since the beginning, and driver calls."""
+        return {
+            "pages_created": self.word("made"),
+            "pages_mapped": {"ahead": self.word("mapped_ahead"), "in need": self.word("mapped_in_need")},
+            "driver_calls": self.meter.stats(),
+            "mapper_calls": self.ahead_meter.stats(),
+        }
 
     def _accounts(self) -> list[AccountStats]:
         """What each holder has, the oldest first."""
@@ -262,16 +246,9 @@ class FramePool(Pool):
         if self.accounts["open"].any():
             raise BudgetError(
                 f"{int(self.accounts['open'].sum())} caches, growable tensors or memory pools (with what torch has "
-                f"made there) lie on this pool; close them first{''.join(self._held())}"
+                f"made there) lie on this pool: {', '.join(sorted(self.holders))}. Close them first"
             )
         self.end()
-
-    def _held(self) -> Iterator[str]:
-        """With debugging: what each holder has, in lines."""
-        for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
-            if name in self.origins:
-                yield f"\n{self.accounts['used'][holder.account]} pages of what was made at {self.origins[name]}"
-                yield from (f"\n  {line}" for line in holder.held())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a FramePool owns its memory and cannot be copied or pickled; make another one")
@@ -284,8 +261,11 @@ class FramePool(Pool):
         )
 
 
-def check_given(pool: object) -> None:
-    """Raises `ArgumentError` for what is no pool, or a pool that a cache has made for itself."""
+def check_pool_alone(pool: object, **others: object) -> None:
+    """Raises `ArgumentError` for what is no pool, or a pool that a cache has made for itself; and `ValueError` for an
+    argument that the pool determines."""
+    if pool is None:
+        return
     if not isinstance(pool, FramePool):
         raise ArgumentError(f"got pool={pool!r}; it must be a vmmkv.FramePool")
     if not pool.is_shared:
@@ -294,13 +274,6 @@ def check_given(pool: object) -> None:
             "make a vmmkv.FramePool, and give it to both"
         )
     pool.check_usable()
-
-
-def check_pool_alone(pool: object, **others: object) -> None:
-    """Raises `ArgumentError` for what is no pool, and `ValueError` for an argument that the pool determines."""
-    if pool is None:
-        return
-    check_given(pool)
     if any(other is not None for other in others.values()):
         raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
 

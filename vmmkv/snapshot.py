@@ -109,10 +109,7 @@ def page_map(cache: KVCache) -> Ints:
             use_end, mapped = int(extent["use_end"]), int(extent["mapped"])
             wanted = max(int(cache.lengths[row]) + cache.lookahead, int(cache.rows["expected"][row]))
             ahead = frames_on(cache, row, part, use_end, min(mapped, -(-wanted * record // size)))
-            owners[ahead] = LOOKAHEAD_PAGE
-    for row, part in mapped_rows(cache):
-        if live[row]:
-            extent = cache.extents[row * len(cache.ranges) + part]
+            owners[ahead[owners[ahead] < 0]] = LOOKAHEAD_PAGE  # another row may use one
             owners[frames_in(cache, row, part, "use")[1]] = cache.owners[row]
     owners[frames["users"] > 1] = SHARED_PAGE
     return np.repeat(owners, frames["pages"])
@@ -130,7 +127,8 @@ def stats(cache: KVCache) -> CacheStats:
     }
     rows = {state: found[state] for state in ("live", "parked", "retired")}
     uses = int(cache.state[0]["page_uses"]) + found["uses"]
-    calls, made = pool.meter.stats(), pool.word("made")
+    shared = pool.counts()
+    made = shared["pages_created"]
     return CacheStats(
         budget_bytes=min(int(account["limit"]), pool.limit_pages) * size,
         physical_bytes=sum(pages.values()) * size,
@@ -139,7 +137,6 @@ def stats(cache: KVCache) -> CacheStats:
         waste=1 - found["bytes"] / (used * size) if used else 0.0,
         pages=pages,
         rows=rows | {"empty": cache.max_sequences - sum(rows.values())},
-        pages_created=made,
         page_uses=uses,
         reuse_factor=uses / made if made else 0.0,
         adoptions=int(cache.state[0]["adopted"]) + int(cache.state[0]["reused"]),
@@ -149,8 +146,6 @@ def stats(cache: KVCache) -> CacheStats:
         prompt_tokens=cache.prompt_tokens,
         cached_tokens=cache.cached_tokens,
         events_dropped=cache.event_log.dropped if cache.event_log else 0,
-        pages_mapped={"ahead": pool.word("mapped_ahead"), "in need": pool.word("mapped_in_need")},
-        driver_calls=calls,
-        mapper_calls=pool.ahead_meter.stats(),
-        driver_seconds=sum(call.seconds for call in calls.values()),
+        driver_seconds=sum(call.seconds for call in shared["driver_calls"].values()),
+        **shared,
     )

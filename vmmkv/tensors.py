@@ -18,7 +18,6 @@ import torch.serialization
 import torch.utils.dlpack
 
 from .errors import ArgumentError
-from .layout import KVLayout
 
 # https://dmlc.github.io/dlpack/latest/c_api.html
 KDLCPU, KDLCUDA, KDLUINT = 1, 2, 1
@@ -123,50 +122,3 @@ class ScaledKV(NamedTuple):
     v: torch.Tensor
     k_scales: torch.Tensor
     v_scales: torch.Tensor
-
-
-def kv_views(
-    ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of every layer over all rows, of the elements of each range of the layout: per layer `(K, V)`, each
-    `[num_rows, max_seq_len, num_kv_heads, width]` and strided."""
-    views = []
-    for layer in layout.layers:
-        flat = ranges[layer.range]
-        row, token = flat.numel() // num_rows, layout.record_bytes[layer.range] // layout.dtype.itemsize
-        k, v = (
-            flat.as_strided((num_rows, max_seq_len, layer.num_kv_heads, width), (row, token, width, 1), offset)
-            for width, offset in ((layer.k_head_dim, layer.k_offset), (layer.v_head_dim, layer.v_offset))
-        )
-        views.append((k, v))
-    return views
-
-
-def scale_views(
-    ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The scales of K and V of every layer over all rows, of a layout that has them in token records: each fp32
-    `[num_rows, max_seq_len, num_kv_heads]` and strided."""
-    views = []
-    for layer in layout.layers:
-        assert layer.scales_offset is not None
-        flat = ranges[layer.range].view(torch.float32)
-        row, token = flat.numel() // num_rows, layout.record_bytes[layer.range] // flat.itemsize
-        k, v = (
-            flat.as_strided((num_rows, max_seq_len, layer.num_kv_heads), (row, token, 2), layer.scales_offset + which)
-            for which in range(2)
-        )
-        views.append((k, v))
-    return views
-
-
-def repeated_scales(
-    scales: torch.Tensor, layout: KVLayout, max_seq_len: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same for scales of whole sequences, fp32 `[num_rows, K and V, num_layers, num_kv_heads]`: with a stride of 0
-    over tokens."""
-    views = []
-    for index, layer in enumerate(layout.layers):
-        k, v = scales[:, :, index, None, : layer.num_kv_heads].expand(-1, -1, max_seq_len, -1).unbind(1)
-        views.append((k, v))
-    return views

@@ -187,10 +187,6 @@ class GrowableTensor:
         """Pages that are mapped for it."""
         return int(self._cache.extents[0]["mapped"] - self._cache.extents[0]["first"])
 
-    def held(self) -> list[str]:
-        """Its rows."""
-        return [f"{len(self)} rows"]
-
     # ------------------------------------------------------------------ use, and its end
 
     def close(self) -> None:

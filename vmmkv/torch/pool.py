@@ -182,10 +182,6 @@ class MemoryPool:
         """Pages that segments of torch lie on."""
         return int(self._books["physical"]) // int(self._books["page_size"])
 
-    def held(self) -> list[str]:
-        """Its segments."""
-        return [f"{self._books['segments']} segments"]
-
     def _begin_use(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{self!r} is in a with block; make one pool per thread, and release it after the block")
