@@ -9,13 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import run_module, run_python, small_driver
-from faulty import FaultyDriver
+from conftest import run_module, run_python
 from typer.testing import CliRunner, Result
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.cli.info import measure_page_life
 
 LLAMA_3_1_8B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
 CALLS = ["create", "map", "set_access", "unmap", "release"]
@@ -171,22 +169,6 @@ def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
 
 
-@pytest.mark.parametrize("fault", [None, *CALLS[:3]])
-def test_page_life_leaves_nothing_behind(device: str, fault: str | None):
-    driver = FaultyDriver(small_driver(device))
-    if fault:
-        driver.fail(fault, skip=1)
-        with pytest.raises(vmmkv.DriverError):
-            measure_page_life(driver, 16, 3)
-    else:
-        life = measure_page_life(driver, 16, 3)
-        assert list(life) == CALLS
-        assert all(microseconds > 0 for microseconds in life.values())
-    assert not driver.handles
-    assert not driver.mapped
-    assert not driver.ranges
-
-
 def test_info_without_a_gpu_reports_the_host():
     result = run_vmmkv("info", "--json")
     assert (result.returncode, result.stderr) == (0, "")
@@ -194,7 +176,6 @@ def test_info_without_a_gpu_reports_the_host():
     assert (facts["kind"], facts["device"], facts["cuda_device_seen"]) == ("host", "cpu", False)
     assert facts["page_size"] == 2 << 20
     assert 0 < facts["free_bytes"] <= facts["total_bytes"]
-    assert list(facts["page_life_us"]) == ["1", "16"]
     shown = run_vmmkv("info").stdout
     assert "No CUDA device was seen" in shown
     assert "\x1b" not in shown
@@ -206,7 +187,6 @@ def test_info_on_a_gpu():
     facts = json.loads(result.stdout)
     assert (facts["kind"], facts["cuda_device_seen"]) == ("cuda", True)
     assert {"exportable", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
-    assert all(us > 0 for life in facts["page_life_us"].values() for us in life.values())
 
 
 def test_no_color_is_honoured_and_json_is_never_coloured():
