@@ -8,8 +8,7 @@ number of all ones. Up to vLLM 0.23 replayed messages had no frame for the topic
 Memory is bounded, independent of the clients' requests and of their speed:
  1. A message has at most `MESSAGE_BYTES`, or one event.
  2. Messages that are kept for replays have at most `max_replay_bytes` in all.
- 3. A client is sent a message of a replay only when it has read all but the last two. What is queued so for all
-    clients has at most `max_replay_bytes`, and two messages; if it has, no further replay begins.
+ 3. A client is sent a message of a replay only when it has read all but the last two.
  4. For each subscriber ZeroMQ queues at most `max_waiting` messages, which subscribers share.
 """
 
@@ -19,7 +18,6 @@ import atexit
 import errno
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import zmq
@@ -42,17 +40,6 @@ PATIENCE = 50
 LINGER = 1000
 """Milliseconds that messages have to leave, at the end."""
 END = b"\xff" * 8
-
-
-@dataclass(slots=True)
-class Replay:
-    """A client's request: the next message that it gets, the number behind the last one, and bytes of the last two
-    messages, which may still be queued, and of the last one."""
-
-    number: int = 0
-    stop: int = 0
-    queued: int = 0
-    last: int = 0
 
 
 class EventPublisher:
@@ -92,7 +79,7 @@ class EventPublisher:
             topic: the first frame, by which subscribers choose.
             replay_endpoint: where to answer clients that have missed messages; None: nowhere.
             max_replay: how many messages are kept for them.
-            max_replay_bytes: how many bytes these have at most, and those that wait for clients that do not read.
+            max_replay_bytes: how many bytes these have at most.
             max_waiting: how many messages may wait for a slow subscriber; it misses what is more.
             data_parallel_rank: the rank of the cache, among several.
             arrays: whether to write events and replays as vLLM did up to 0.23.
@@ -112,7 +99,7 @@ class EventPublisher:
         self._sent: dict[int, bytes] = {}
         self._oldest = self._next = self._sent_bytes = 0  # messages [oldest, next) are in `_sent`
         self._max_replay, self._max_bytes = max_replay, max_replay_bytes
-        self._replays: dict[bytes, Replay] = {}  # by client
+        self._replays: dict[bytes, tuple[int, int]] = {}  # by client the next message, and behind the last one
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vmmkv-events", daemon=True)
         self._context = zmq.Context()
@@ -197,12 +184,10 @@ class EventPublisher:
     # Replays, in a thread of their own.
 
     def _answer(self) -> None:
-        """Answers requests until the publisher ends. While too much is queued, requests wait where they arrive."""
+        """Answers requests until the publisher ends."""
         socket = self._replaying
         while socket and not self._is_over.is_set():
-            if sum(replay.queued for replay in self._replays.values()) >= self._max_bytes:
-                self._is_over.wait(INTERVAL)
-            elif socket.poll(int(INTERVAL * 1000)):
+            if socket.poll(int(INTERVAL * 1000)):
                 self._begin(socket.recv_multipart())
             for client in list(self._replays):
                 self._go_on(socket, client)
@@ -210,25 +195,25 @@ class EventPublisher:
     def _begin(self, request: list[bytes]) -> None:
         """Begins a replay, instead of one that the client has asked for before. What is no request is ignored."""
         if len(request) == 3 and len(request[2]) == 8:
-            replay = self._replays.setdefault(request[0], Replay())
-            replay.number, replay.stop = int.from_bytes(request[2], "big"), self._next
+            self._replays[request[0]] = int.from_bytes(request[2], "big"), self._next
 
     def _go_on(self, socket: zmq.Socket[bytes], client: bytes) -> None:
         """Sends a client what is kept of the messages that it asked for, as long as it reads them."""
-        replay, flags = self._replays[client], zmq.NOBLOCK
+        (number, stop), flags = self._replays[client], zmq.NOBLOCK
         try:
             while not self._is_over.is_set():
-                number = max(replay.number, self._oldest)
-                if number >= replay.stop:
+                number = max(number, self._oldest)
+                if number >= stop:
                     socket.send_multipart(self._message(client, b"", END, b""), flags)
                     break
                 batch = self._sent.get(number)  # None: it went meanwhile
                 if batch is not None:
                     message = self._message(client, self._topic, number.to_bytes(8, "big"), batch)
                     socket.send_multipart(message, flags)
-                    replay.queued, replay.last, flags = replay.last + len(batch), len(batch), zmq.Flag(0)
-                replay.number = number + 1
+                    flags = zmq.Flag(0)
+                number += 1
         except zmq.Again:
+            self._replays[client] = number, stop
             return
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:  # it has disconnected
