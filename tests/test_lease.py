@@ -24,8 +24,8 @@ from vmmkv.core.check import check
 from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
 from vmmkv.pool import FramePool
 from vmmkv.sequence import Sequence
+from vmmkv.torch.allocator import Lease
 from vmmkv.torch.growable_tensor import GrowableTensor
-from vmmkv.torch.lease import Lease
 from vmmkv.torch.pool import MemoryPool, memory_pool
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB

@@ -81,7 +81,7 @@ class Pool:
         """Functions of guests: each is called with a number of pages, drops frames, and returns how many pages it
         gave."""
         self.leases: list[Any] = []
-        """Users that create pages themselves, such as `vmmkv.torch.lease.Lease`."""
+        """Users that create pages themselves, such as `vmmkv.torch.allocator.Lease`."""
         self.lender: Any = None
         """What the budget is borrowed from, if processes share it: a `vmmkv.lending.Lender`."""
         self.lock: Any = threading.RLock()

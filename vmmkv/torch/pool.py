@@ -18,8 +18,7 @@ from ..errors import DeviceError
 from ..pool import FramePool, check_pool_alone
 
 if TYPE_CHECKING:
-    from .allocator import Allocator
-    from .lease import Lease
+    from .allocator import Allocator, Lease
 
 
 def memory_pool(
@@ -58,8 +57,7 @@ def memory_pool(
             f"asked for a memory pool on {target}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
-    from .allocator import Allocator  # loads machine code
-    from .lease import Lease
+    from .allocator import Allocator, Lease  # loads machine code
 
     if pool is None:
         driver = open_driver(target)
