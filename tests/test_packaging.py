@@ -139,7 +139,6 @@ LAYERS = [
     "errors",
     "layout",
     "stats",
-    "svg",
     "debugging",
     "budget",
     "ledger",

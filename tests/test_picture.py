@@ -16,9 +16,8 @@ import vmmkv
 from vmmkv.core import entries
 from vmmkv.core.mapper import FRAMES
 from vmmkv.core.pool import Ask
-from vmmkv.picture import MAX_PAGES, MAX_ROWS
+from vmmkv.picture import MAX_PAGES, MAX_ROWS, colour
 from vmmkv.snapshot import mapped_rows, pages_in
-from vmmkv.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 STATES = {

@@ -1,4 +1,4 @@
-"""Pictures of the pages of caches and sequences, for Jupyter.
+"""Pictures of the pages of caches and sequences, for Jupyter, as SVG that is seen on black and on white.
 
 A square is a page. The colour of a square is its sequence, and the filled part holds tokens. A stripe runs through
 pages that several sequences share; each row shows them in the colour of its own sequence.
@@ -6,29 +6,23 @@ pages that several sequences share; each row shows them in the colour of its own
 
 from __future__ import annotations
 
+import colorsys
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from . import snapshot
+from . import snapshot, stats
 from .core.tables import RETIRED
-from .stats import (
-    FREE_PAGE,
-    KEPT_PAGE,
-    LOOKAHEAD_PAGE,
-    OTHERS_PAGE,
-    SHARED_PAGE,
-    SURPLUS_PAGE,
-    VACANT_PAGE,
-)
-from .svg import WIDTH, Drawing, colour, rectangle, stripe
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
+WIDTH = 768
+"""Pixels from left to right."""
 CELL = 12
 """Pixels from one square to the next."""
 LABEL = 18
@@ -39,15 +33,59 @@ MAX_ROWS = 16
 """Rows that are drawn."""
 
 STATES = {
-    SHARED_PAGE: ("shared by several sequences, whose rows have a stripe there", 'fill="currentColor"'),
-    KEPT_PAGE: ("kept for sequences that begin with what it holds", 'fill="#888"'),
-    SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
-    LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
-    FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
-    OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
-    VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
+    stats.SHARED_PAGE: ("shared by several sequences, whose rows have a stripe there", 'fill="currentColor"'),
+    stats.KEPT_PAGE: ("kept for sequences that begin with what it holds", 'fill="#888"'),
+    stats.SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
+    stats.LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
+    stats.FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
+    stats.OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
+    stats.VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
 }
 """Names and looks of pages that belong to no sequence, or to several."""
+
+
+def colour(number: int) -> str:
+    """The colour of a sequence by its number, `#rrggbb`: always the same, unlike its neighbours', seen on black and on
+    white."""
+    hue = number * 0.381966 % 1  # the golden angle: as far as can be from the numbers before
+    red, green, blue = colorsys.hls_to_rgb(hue, (0.54, 0.4, 0.66)[number % 3], 0.75)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def rectangle(x: float, y: float, width: float, height: float, looks: str) -> str:
+    """A rectangle with SVG attributes for its looks."""
+    return f'<rect x="{x:.4g}" y="{y:.6g}" width="{width:.4g}" height="{height:g}" {looks}/>'
+
+
+class Drawing:
+    """A drawing that grows downwards, below a title and a line; `y` is where it ends so far."""
+
+    def __init__(self, title: str, line: str) -> None:
+        self._parts: list[str] = []
+        self.y = 0
+        self.text(title, 'font-weight="bold"')
+        self.text(line)
+
+    def text(self, text: str, looks: str = "") -> None:
+        """Adds a line of text."""
+        self.y += 20
+        self.write(0, self.y - 5, text, looks)
+
+    def write(self, x: float, y: float, text: str, looks: str = "") -> None:
+        """Adds text at a position."""
+        self.put(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {looks}>{escape(text)}</text>')
+
+    def put(self, shape: str) -> None:
+        """Adds a shape."""
+        self._parts.append(shape)
+
+    def svg(self) -> str:
+        """The SVG of the drawing."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{self.y + 4}" '
+            f'viewBox="0 0 {WIDTH} {self.y + 4}" style="max-width:100%;height:auto" font-family="sans-serif" '
+            f'font-size="11">{"".join(self._parts)}</svg>'
+        )
 
 
 class Page(NamedTuple):
@@ -66,23 +104,24 @@ class Page(NamedTuple):
 
     def square(self, x: int, y: int) -> str:
         """How it looks."""
-        is_shared, size = self.state == SHARED_PAGE and self.viewer > 0 and self.begin < self.end, CELL - 2
+        is_shared, size = self.state == stats.SHARED_PAGE and self.viewer > 0 and self.begin < self.end, CELL - 2
         if self.state < 0 and not is_shared:
             return rectangle(x, y, size, size, STATES[self.state][1])
         fill, part = colour(self.viewer if is_shared else self.state), self.end - self.begin
         outline = rectangle(x, y, size, size, f'fill="none" stroke="{fill}"') if part < 1 else ""
         filled = rectangle(x + size * self.begin, y, size * part, size, f'fill="{fill}"')
-        return outline + filled + (stripe(x, y, size, size) if is_shared else "")
+        stripe = f'<path d="M{x} {y + size // 2}h{size}" stroke="currentColor" stroke-width="2"/>'
+        return outline + filled + (stripe if is_shared else "")
 
 
 def draw_cache(cache: KVCache) -> str:
     """Rows with their pages in the order of addresses, then all physical pages by number."""
-    stats, owners = cache.stats(), cache.page_map()
+    now, owners = cache.stats(), cache.page_map()
     live = np.flatnonzero(cache.owners[: cache.max_sequences]).tolist()
     drawing = Drawing(
-        f"KVCache on {cache.device}: {_count(stats.rows['live'], 'sequence')}, {_count(stats.tokens, 'token')}",
-        f"{_count(stats.pages['used'], 'page')} of {cache.page_size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
-        f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken",
+        f"KVCache on {cache.device}: {_count(now.rows['live'], 'sequence')}, {_count(now.tokens, 'token')}",
+        f"{_count(now.pages['used'], 'page')} of {cache.page_size >> 10:,} KiB in use, waste {now.waste:.1%}; "
+        f"{now.physical_bytes / 2**20:,.0f} of {now.budget_bytes / 2**20:,.0f} MiB taken",
     )
     _draw_rows(drawing, cache, owners, [*dict.fromkeys([*live, *(row for row, _ in snapshot.mapped_rows(cache))])])
     step = -(-len(owners) // MAX_PAGES) or 1
@@ -146,7 +185,11 @@ def _squares(drawing: Drawing, name: str, pages: Sequence[Page], columns: int) -
 def _legend(drawing: Drawing, owners: npt.NDArray[np.int64]) -> None:
     """Adds the looks and numbers of pages that do not belong to one sequence."""
     counts = Counter(owners.tolist())
-    drawing.legend((looks, f"{counts[state]:,} {name}") for state, (name, looks) in STATES.items() if counts[state])
+    for state, (name, looks) in STATES.items():
+        if counts[state]:
+            drawing.put(rectangle(1, drawing.y + 7, CELL - 2, CELL - 2, looks))
+            drawing.y += 16
+            drawing.write(CELL + 2, drawing.y, f"{counts[state]:,} {name}")
 
 
 def _count(number: int, what: str) -> str:
