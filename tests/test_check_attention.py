@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import planted
@@ -30,7 +31,7 @@ def small_case() -> Case:
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
     """One process for all kernels: to start takes longer than to check."""
-    with Child(PATIENCE) as child:
+    with closing(Child(PATIENCE)) as child:
         child.ask(Request("planted:right", small_case(), "plain"))
         yield child
 
@@ -94,7 +95,7 @@ def test_our_decode_has_no_finding_on_a_gpu() -> None:
 
 
 def test_a_kernel_that_does_not_return_is_ended() -> None:
-    with Child(PATIENCE) as child:
+    with closing(Child(PATIENCE)) as child:
         child.ask(Request("planted:right", small_case(), "plain"))  # it has started
         child.time_limit = 0.2
         answer = child.ask(Request("planted:never_returns", small_case(), "plain"))

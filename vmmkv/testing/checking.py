@@ -6,6 +6,7 @@ import os
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def check_attention(
         )
     seed = secrets.randbits(32) if seed is None else seed
     case = Case(device, dtype, heads, kv_heads, head_dim, queries, tokens, tolerance or TOLERANCES[dtype], seed)
-    with Child(time_limit) as child:
+    with closing(Child(time_limit)) as child:
         return judge(child, name_of(kernel), case)
 
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from types import TracebackType
 
 import torch
 
@@ -41,12 +40,6 @@ class Child:
     def __init__(self, time_limit: float) -> None:
         self.time_limit = time_limit
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def ask(self, request: Request) -> Answer:
         """Makes a call. Raises what has kept the child from making it: the kernel cannot be loaded, memory is short."""
