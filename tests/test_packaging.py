@@ -139,7 +139,6 @@ LAYERS = [
     "errors",
     "layout",
     "stats",
-    "debugging",
     "budget",
     "ledger",
     "compiled",

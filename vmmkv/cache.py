@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from . import debugging, snapshot
+from . import snapshot
 from .arguments import (
     batch_of,
     check_flags,
@@ -36,6 +36,7 @@ from .core.addresses import check_address_space
 from .core.check import check
 from .core.pool import SLOTS_AT, TICK, Ask
 from .core.reordering import reorder
+from .core.tables import ROW_BITS, ROW_MASK
 from .driver.driver import open_driver
 from .driver.fence import Fence
 from .errors import (
@@ -52,7 +53,7 @@ from .layout import KVLayout, shown, whole_number
 from .picture import draw_cache
 from .pool import FramePool, check_pool_alone
 from .prefix.prefixes import Prefixes, tenant_key
-from .prefix.retention import Retention, check_priority
+from .prefix.retention import check_priority
 from .sequence import Sequence, check_reusable
 from .stats import CacheStats
 from .tier.host_tier import HostTier
@@ -191,8 +192,6 @@ class KVCache(TokenCache):
             large=large_frames and max_tokens is None,
             scrub=scrub,
         )
-        self.origins: dict[int, str] = {}
-        """With debugging: where the last sequence of each row was started."""
         self.account_name = pool.name(self)
         self.host_tier = None
         if host_bytes:
@@ -313,15 +312,6 @@ class KVCache(TokenCache):
         ids, names = ids_of(token_ids), names_of(salt, adapter, tenant)
         return self.prefixes.shared_pages(ids, self.prefixes.key(*names)) if self.prefixes else 0
 
-    def commit(self, sequence: Sequence, ids: Ints, retention: Iterable[Retention]) -> None:
-        """Publishes K and V of a sequence's first tokens: see `Sequence.commit`."""
-        check_reusable(self.layout)
-        if self.prefixes is None:
-            raise ArgumentError(f"{sequence!r} was started without token_ids, or not for reuse")
-        if self.event_log is not None:
-            check_ids(ids)
-        self.prefixes.commit(sequence, ids, retention)
-
     def tier(self) -> HostTier:
         """The host tier, which holds suspended sequences. Raises `ArgumentError` if the cache has none."""
         if self.host_tier is None:
@@ -329,9 +319,7 @@ class KVCache(TokenCache):
         return self.host_tier
 
     def _begun(self, sequence: Any) -> Sequence:
-        """Notes where a sequence was started, with debugging."""
-        if self.pool.is_debugged:
-            self.origins[sequence.row] = debugging.caller()
+        """Gives a new sequence scales of its own."""
         if self.scales:
             try:
                 self.scales.reset(sequence.row)
@@ -571,7 +559,7 @@ class KVCache(TokenCache):
         """
         if not self.is_open or self.pool.word("dead"):
             return
-        held = self._held() if self.pool.is_debugged else []
+        live = self._live() if self.pool.is_debugged else {}
         super().close()
         if self.prefixes:
             self.prefixes.close()
@@ -582,21 +570,13 @@ class KVCache(TokenCache):
         self.drop_views()
         if self.owns_pool:
             self.pool.end()
-        if held:
-            warnings.warn("\n".join(["a KVCache was closed with live sequences:", *held]), LeakWarning, stacklevel=2)
+        for sequence, told in live.items():
+            warnings.warn(f"a KVCache was closed with {told}", LeakWarning, stacklevel=2, source=sequence)
 
-    def _held(self) -> list[str]:
-        """What live sequences hold and where each was started, a line for each."""
-        if self.dead:
-            self.sweep()
-        lines, used = [], (self.extents["use_end"] - self.extents["use_first"]).reshape(self.max_sequences, -1).sum(1)
-        for row in np.flatnonzero(self.owners[: self.max_sequences]).tolist():
-            where = f"{self.lengths[row] - self.starts[row]} tokens, {used[row]} pages"
-            if self.rows["suspended"][row]:
-                where = f"suspended, {self.aways[row] - self.away_starts[row]} tokens on the host"
-            origin = self.origins.get(row, "an unknown place")
-            lines.append(f"sequence {self.owners[row]}: {where}, started at {origin}")
-        return lines
+    def _live(self) -> dict[Any, str]:
+        """Its live sequences, and how each is shown."""
+        held = [sequence for watch in [*self.watches] if (sequence := watch()) is not None]
+        return {each: repr(each) for each in held if self.owners[each.ticket & ROW_MASK] == each.ticket >> ROW_BITS > 0}
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
         """Takes events of the cached prefixes from `event_log`. Arguments and errors are those of `EventLog.events`;

@@ -181,4 +181,5 @@ class KeptLayersWarning(UserWarning):
 
 
 class LeakWarning(UserWarning):
-    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences; the message says where each was started."""
+    """With `VMMKV_DEBUG=1`: a cache was closed with a live sequence. Python adds where it was started if `tracemalloc`
+    runs."""

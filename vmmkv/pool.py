@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -10,7 +11,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from . import debugging
 from .budget import pages_within
 from .core.cache import Cache
 from .core.pool import NO_LIMIT_PAGES, Pool
@@ -76,7 +76,7 @@ class FramePool(Pool):
         if shared is None and reserved:
             raise ArgumentError(f"got reserved={reserved!r} without shared; a pool by itself has all of max_bytes")
         driver = device if isinstance(device, Driver) else open_driver(device, page_size)
-        self.is_debugged = debugging.is_on()
+        self.is_debugged = os.environ.get("VMMKV_DEBUG", "0") not in ("", "0")
         """Whether `VMMKV_DEBUG` was set when it was made."""
         pages = pages_within(driver, max_bytes)
         path = None if shared is None else path_of(shared, device_name(driver.device))

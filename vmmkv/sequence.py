@@ -15,6 +15,7 @@ from .arguments import check_tokens, ids_of
 from .core import sequence as core
 from .core.tables import ROW_BITS, ROW_MASK
 from .errors import (
+    ArgumentError,
     DeviceError,
     DtypeError,
     ShapeError,
@@ -22,6 +23,7 @@ from .errors import (
     UnsupportedError,
     VmmkvError,
 )
+from .events.log import check_ids
 from .layout import KVLayout, as_index, shown
 from .picture import draw_sequence
 from .prefix.retention import Retention
@@ -152,7 +154,13 @@ class Sequence(core.Sequence):
             RetentionError: ranges overlap, or are invalid.
             StreamCaptureError: a CUDA graph is being captured.
         """
-        self.cache.commit(self, ids_of(token_ids), retention)
+        ids, cache = ids_of(token_ids), self.cache
+        check_reusable(cache.layout)
+        if cache.prefixes is None:
+            raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse")
+        if cache.event_log is not None:
+            check_ids(ids)
+        cache.prefixes.commit(self, ids, retention)
 
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to other sequences when needed. It keeps its row, and so its
