@@ -26,6 +26,7 @@ from vmmkv.driver.fence import Fence
 from vmmkv.layout import KVLayout
 from vmmkv.prefix.prefixes import NO_NAMES, Prefixes
 from vmmkv.tier.host_tier import HostTier
+from vmmkv.tier.slots import Chunk, Run, copies
 
 LAYOUT = vmmkv.KVLayout(3, 2, 16, torch.float32, layers_per_range=2)
 """Two ranges, of 512 and 256 bytes a token: pages of the host hold 8 and 16."""
@@ -337,3 +338,11 @@ def test_slots_of_a_long_sequence_are_few_runs() -> None:
     assert slots.made == 32
     assert [len(runs) for runs in slots.take([16])] == [1]
     slots.give(taken[1:], Fence())
+
+
+def test_a_copy_stays_in_one_chunk() -> None:
+    """CUDA refuses a copy over two allocations, also where they are neighbours."""
+    first, second = Chunk(1, PAGE, False), Chunk(2, PAGE, False)
+    runs = Run(first, 0, 1, PAGE), Run(second, 0, 1, 2 * PAGE), Run(second, 1, 1, 3 * PAGE)
+    words = copies([(0, at * PAGE, PAGE, run) for at, run in enumerate(runs)], [8], 1, 3 * PAGE // 8)
+    assert words.tolist() == [0, 8, PAGE - 8, PAGE + 8, 0, PAGE, 2 * PAGE, 2 * PAGE]

@@ -451,6 +451,23 @@ def test_the_next_turn_on_a_stream_makes_no_call() -> None:
         world.cache.sequence(token_ids=[1] * 21 + [3], whole=False)
 
 
+@pytest.mark.usefixtures("undebugged")
+def test_a_growth_takes_cached_pages_that_are_idle_before_it_waits() -> None:
+    device = SimulatedDevice(Random())
+    world = World(40, driver=device, large_frames=False)
+    world.free(world.commit(world.start([1] * 80)))
+    device.finish()
+    freed, sequence = world.cache.sequence(20 * 8), world.cache.sequence(10 * 8)
+    device.current.submit(lambda: None)
+    freed.free()
+    never = device.fail("wait_for", lasting=True)
+    sequence.extend(8 * 8)
+    assert not never.was_met
+    device.heal()
+    sequence.extend(7 * 8)  # which waits for what was freed
+    world.cache.check()
+
+
 @pytest.mark.parametrize("known", [31, 29])
 def test_a_known_page_that_there_is_no_room_to_copy_is_written_to(known: int) -> None:
     """A sequence starts wherever it would without reuse: then the page is no longer known."""
