@@ -26,7 +26,7 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import groups, packed
 from vmmkv.integrations.batching.requests import Ranks, Requests
 from vmmkv.integrations.batching.weights import Weights, addresses
-from vmmkv.integrations.states import ScaledStates
+from vmmkv.integrations.stand_ins import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 import vmmkv
 from vmmkv.integrations import attention
-from vmmkv.integrations.masks import Spans, make_mask
+from vmmkv.integrations.stand_ins import Spans, make_mask
 
 
 def test_gradients_flow_through_sdpa(device: str) -> None:

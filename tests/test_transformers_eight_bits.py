@@ -22,7 +22,7 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import packed
 from vmmkv.integrations.batching.packed import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
-from vmmkv.integrations.states import ScaledStates
+from vmmkv.integrations.stand_ins import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import quantize
 from vmmkv.layout import KV_DTYPES

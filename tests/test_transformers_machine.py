@@ -15,9 +15,9 @@ from generation import reference_kernels as reference_kernels
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
-from vmmkv.integrations import states as kept_states
+from vmmkv.integrations import stand_ins
 from vmmkv.integrations.attention import kernels_take
-from vmmkv.integrations.states import ScaledStates, WholeRows
+from vmmkv.integrations.stand_ins import ScaledStates, WholeRows
 
 KINDS: list[tuple[dict[str, Any], int]] = [
     ({}, 64),
@@ -128,7 +128,7 @@ def test_any_operations_in_any_order(
     trial: int, options: dict[str, Any], width: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of the layers, with and without a mask, in graphs and outside of them; copies hold what they held."""
-    monkeypatch.setattr(kept_states, "PIECE", 300)  # so that most is rounded in several
+    monkeypatch.setattr(stand_ins, "PIECE", 300)  # so that most is rounded in several
     seed = np.random.SeedSequence().entropy
     print(f"{seed=}")
     random = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from vmmkv import VmmkvError
-from vmmkv.integrations import attention, masks
+from vmmkv.integrations import attention, stand_ins
 from vmmkv.integrations.transformers import VmmCache
 
 from . import reference_kernels
@@ -161,6 +161,6 @@ def watched(outcome: Outcome, device: str) -> Iterator[None]:
     def warn(lacking: str) -> None:
         outcome.fallbacks = tuple(dict.fromkeys([*outcome.fallbacks, lacking]))
 
-    stand_ins = {name: counted(getattr(kernels, name)) for name in ("decode", "prefill")}
-    with patch.multiple(attention, warn=warn, **stand_ins), patch.object(masks, "warn", warn):
+    counting = {name: counted(getattr(kernels, name)) for name in ("decode", "prefill")}
+    with patch.multiple(attention, warn=warn, **counting), patch.object(stand_ins, "warn", warn):
         yield

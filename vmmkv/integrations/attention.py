@@ -26,10 +26,9 @@ from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
 from ..kernels.compiler import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
-from .masks import NAME as NAME
-from .masks import Spans, make_mask, warn
 from .row_writes import even_cu_seqlens
-from .states import ScaledStates, WholeRows
+from .stand_ins import NAME as NAME
+from .stand_ins import ScaledStates, Spans, WholeRows, make_mask, warn
 
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""

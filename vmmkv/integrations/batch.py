@@ -20,23 +20,16 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from .. import errors
 from ..arguments import check_length, check_size
 from ..budget import parse_bytes
 from ..cache import KVCache
 from ..core.addresses import ADDRESS_LIMIT
-from ..errors import (
-    DeviceError,
-    DriverOutOfMemoryError,
-    OutOfPagesError,
-    OutOfRowsError,
-    ReleasedTokensError,
-    VmmkvError,
-)
 from ..layout import KVLayout
 from ..pool import FramePool, check_pool_alone
 from ..sequence import Sequence
 from .row_writes import RowWriter
-from .states import check_quantizable, write_quantized
+from .stand_ins import check_quantizable, write_quantized
 
 MAX_BATCHES = 8  # batches that share the rows of a `KVCache`, and with them pages
 MAX_ADDRESSES = ADDRESS_LIMIT // 8  # bytes of addresses that all of them take together, unless one alone takes more
@@ -57,7 +50,7 @@ class Pools:
         """The pool of a device; raises `DeviceError` where the given one is on another."""
         if self._given is not None:
             if device != self._given.device:
-                raise DeviceError(
+                raise errors.DeviceError(
                     f"got K and V on {device}; the pool of this cache is on {self._given.device}. Make a pool there, "
                     "or, for a model on several devices, the cache without one"
                 )
@@ -173,7 +166,7 @@ class Batch:
         if not self.rows:
             self.origin, self.first, self.end = first if origin is None else origin, first, first
         if first < self.first:
-            raise ReleasedTokensError(
+            raise errors.ReleasedTokensError(
                 f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
                 "reset() after a forward pass that did not finish"
             )
@@ -185,14 +178,14 @@ class Batch:
         try:
             if added:
                 self.kv_cache.extend(added, end - self.origin, starts=[self.first - self.origin] * len(added))
-        except VmmkvError:
+        except errors.VmmkvError:
             self._truncate(held, self.end)
             raise
         self.rows, self.end = max(rows, self.rows), end
 
     def _check_rows(self, rows: int) -> None:
         if rows > self._limits.max_batch_size:
-            raise OutOfRowsError(
+            raise errors.OutOfRowsError(
                 f"asked for a batch of {rows} sequences; there are {self._limits.max_batch_size} rows. Make the cache "
                 "with a larger max_batch_size: a row without tokens takes addresses, not memory"
             )
@@ -251,26 +244,23 @@ class Batch:
         pair = [self._sequences[source], self._sequences[row]]
         try:
             self.kv_cache.reorder(pair, [0, 0])
-        except (OutOfPagesError, DriverOutOfMemoryError):
+        except (errors.OutOfPagesError, errors.DriverOutOfMemoryError):
             self.kv_cache.extend(pair[1:], self.end - self.origin, starts=[self.first - self.origin])
             self.kv_cache.reorder(pair, [0, 0])
 
     def fork(self) -> Batch | None:
         """Another batch that holds the same tokens and shares their full pages; None where there are no rows for it."""
-        twin = self._beside()
-        if twin:
-            self.shared_end = twin.shared_end = self.end
-            sequences = [*self._sequences[: self.rows], *twin._sequences[: self.rows]]
-            self.kv_cache.reorder(sequences, [*range(self.rows)] * 2)
-            twin.rows, twin.origin, twin.first, twin.end = self.rows, self.origin, self.first, self.end
-        return twin
-
-    def _beside(self) -> Batch | None:
-        """An empty batch in other rows, if there are any."""
         for first_row in range(0, self.kv_cache.max_sequences, self._limits.max_batch_size):
-            with suppress(OutOfRowsError):
-                return Batch(self.kv_cache, self._limits, first_row)
-        return None
+            with suppress(errors.OutOfRowsError):
+                twin = Batch(self.kv_cache, self._limits, first_row)
+                break
+        else:
+            return None
+        self.shared_end = twin.shared_end = self.end
+        sequences = [*self._sequences[: self.rows], *twin._sequences[: self.rows]]
+        self.kv_cache.reorder(sequences, [*range(self.rows)] * 2)
+        twin.rows, twin.origin, twin.first, twin.end = self.rows, self.origin, self.first, self.end
+        return twin
 
     def unshare(self, first: int) -> None:
         """Makes tokens from `first` on safe to write over."""
@@ -279,9 +269,13 @@ class Batch:
             self.kv_cache.unshare(self._sequences[: self.rows], start)
             self.shared_end = first
 
-    def copy(self, layout: KVLayout, layers: Iterable[int], pool: FramePool) -> Batch:
-        """Another batch on a pool of the same device that holds the same tokens of some layers, laid out anew."""
-        twin = Batch.open(layout, self._limits, pool)
+    def in_layout(self, layout: KVLayout, layers: Iterable[int]) -> Batch:
+        """This batch if it has that layout, otherwise a `copy` in it."""
+        return self if layout == self.kv_cache.layout else self.copy(layout, layers)
+
+    def copy(self, layout: KVLayout, layers: Iterable[int]) -> Batch:
+        """Another batch on the same pool that holds the same tokens of some layers, laid out anew."""
+        twin = Batch.open(layout, self._limits, self.kv_cache.pool)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         where = self.where(self.rows, self.first, self.end)
         for layer in layers:

@@ -31,16 +31,16 @@ from transformers import PreTrainedConfig
 from ..errors import StreamCaptureError, VmmkvError
 from .attention import NAME, kernels_take, shown
 from .batch import Batch, Limits, Pools, Where
-from .layer_group import LayerGroup
+from .layer_group import Extent, LayerGroup, Passes, Step, check_batch, unfinished
 from .layers import VmmLayer
-from .passes import Extent, Passes, Step, check_autograd, check_batch, unfinished
-from .row_writes import write_rows
-from .states import WholeRows
+from .row_writes import check_autograd, write_rows
+from .stand_ins import WholeRows
 
 
 class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and have their lengths on the device."""
 
+    begins_with_first = True
     lengths: Tensor  # int32 `[layers, max_batch_size]`
 
     def __init__(
@@ -52,12 +52,11 @@ class CompiledLayerGroup(LayerGroup):
         self.has_kernels = True  # whether vmmkv's kernels take the K and V of all layers, as far as these are known
 
     def add_layer(self, layer_idx: int) -> Extent:
-        extent = super().add_layer(layer_idx)
-        self.passes.extents.append(extent)
+        self.passes.layers.append(extent := super().add_layer(layer_idx))
         return extent
 
-    def learn(self, extent: Extent, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        super().learn(extent, keys, values, dtype)
+    def learn(self, layer: Extent, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        super().learn(layer, keys, values, dtype)
         if not kernels_take(keys, values):
             self.has_kernels = False
             if not self.passes.is_uncompiled:
@@ -76,7 +75,7 @@ class CompiledLayerGroup(LayerGroup):
                 with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
                     self.row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
                     self.limit = torch.full((1,), self.max_seq_len, dtype=torch.int32, device=device)
-                    self.lengths = torch.zeros(len(self._extents), rows, dtype=torch.int32, device=device)
+                    self.lengths = torch.zeros(len(self.layers), rows, dtype=torch.int32, device=device)
             # Nothing that graphs read and write ever moves; of other memory that is written no CUDA graph is made.
             for tensor in (self.lengths, self.limit, self.row_numbers, *batch.ranges):
                 torch._dynamo.mark_static_address(tensor)
@@ -86,25 +85,22 @@ class CompiledLayerGroup(LayerGroup):
         with torch.inference_mode(False):  # as in `set_batch`
             return super().__deepcopy__(memo)
 
-    def _read(self, extent: Extent, where: Where) -> list[Tensor]:
-        k, v = self._held().whole_rows(extent.index, extent.rows)
+    def _read(self, layer: Extent, where: Where) -> list[Tensor]:
+        k, v = self._held().whole_rows(layer.index, layer.rows)
         return [k[:, where[2]].transpose(1, 2), v[:, where[2]].transpose(1, 2)]
 
-    def read_whole_rows(self, extent: Extent) -> tuple[WholeRows, WholeRows]:
+    def read_whole_rows(self, layer: Extent) -> tuple[WholeRows, WholeRows]:
         """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
-        k, v = (states.transpose(1, 2) for states in self._held().whole_rows(extent.index, extent.rows))
-        lengths = self.lengths[extent.index, : extent.rows]
+        k, v = (states.transpose(1, 2) for states in self._held().whole_rows(layer.index, layer.rows))
+        lengths = self.lengths[layer.index, : layer.rows]
         return WholeRows(k, lengths, self.window), WholeRows(v, lengths, self.window)
 
-    def _drops_prompts(self, extent: Extent, tokens: int) -> bool:
-        return False
-
-    def _open(self, extent: Extent, keys: Tensor, values: Tensor) -> Step:
+    def _open(self, layer: Extent, keys: Tensor, values: Tensor, looks: tuple[object, ...]) -> Step:
         self.settle()
-        others = [e for e in self.passes.extents if e.rows and e.expected == keys.shape[2]]
-        if any(e.end != extent.end for e in others):
+        others = [each for each in self.passes.layers if each.rows and each.expected == keys.shape[2]]
+        if any(each.end != layer.end for each in others):
             raise unfinished()  # they would write as many inside of a graph, where nothing can be checked
-        step = super()._open(extent, keys, values)
+        step = super()._open(layer, keys, values, looks)
         self.tell()
         return step
 
@@ -124,11 +120,11 @@ class CompiledLayerGroup(LayerGroup):
         page_tokens = self._held().page_tokens
         return min(-(-end // page_tokens) * page_tokens, self.max_seq_len)
 
-    def update(self, extent: Extent, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if extent.written:  # by a compiled pass that was not counted
+    def update(self, layer: Extent, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if layer.written:  # by a compiled pass that was not counted
             self._step = None
-        attended = super().update(extent, keys, values)
-        extent.expected = 0
+        attended = super().update(layer, keys, values)
+        layer.expected = 0
         return attended
 
     def _append(self, layer: int, keys: Tensor, values: Tensor, new: Where, attended: Where) -> list[Tensor]:
@@ -137,13 +133,13 @@ class CompiledLayerGroup(LayerGroup):
         self._step, self.is_told = step, True
         return self._held().view(layer, attended)
 
-    def append_inside(self, extent: Extent, keys: Tensor, values: Tensor) -> None:
+    def append_inside(self, layer: Extent, keys: Tensor, values: Tensor) -> None:
         """Appends K and V inside of a graph."""
         check_autograd(keys, values)
-        check_batch(extent, keys.shape[0])
-        self.check_room(extent, keys.shape[2])
-        self._append_behind(extent.index, torch.ops.vmmkv.write_rows, keys, values)
-        extent.expected, extent.written = 0, keys.shape[2]
+        check_batch(layer, keys.shape[0])
+        self.check_room(layer, keys.shape[2])
+        self._append_behind(layer.index, torch.ops.vmmkv.write_rows, keys, values)
+        layer.expected, layer.written = 0, keys.shape[2]
 
     def _append_behind(self, layer: int, write: Callable[..., None], keys: Tensor, values: Tensor) -> None:
         """Writes behind the tokens that the device knows of."""
@@ -151,55 +147,52 @@ class CompiledLayerGroup(LayerGroup):
         k_rows, v_rows = self._held().whole_rows(layer, rows)
         write(keys, values, k_rows, v_rows, self.row_numbers[:rows], self.lengths[layer, :rows], self.limit)
 
-    def check_room(self, extent: Extent, tokens: int) -> None:
+    def check_room(self, layer: Extent, tokens: int) -> None:
         """Raises `StreamCaptureError` unless there is room for a pass inside of a graph."""
-        if self.is_captured or extent.expected != tokens:
+        if self.is_captured or layer.expected != tokens:
             raise StreamCaptureError(
                 f"a compiled forward pass of {tokens} tokens cannot map pages: call cache.get_mask_sizes({tokens}, 0) "
                 "before it, outside of the graph, as generate does. Passes that are captured by hand are refused"
             )
 
-    @property
-    def is_captured(self) -> bool:
-        return not torch.compiler.is_compiling() and super().is_captured
-
     def settle(self) -> None:
         """Counts the tokens that compiled passes have written since."""
-        for extent in self.passes.extents:
-            if extent.written:
+        for layer in self.passes.layers:
+            if layer.written:
                 self.passes.start_over()
-                end = extent.end + extent.written
-                extent.first, extent.end, extent.expected, extent.written = extent.first_kept(end), end, 0, 0
+                end = layer.end + layer.written
+                first = layer.first if layer.record_past else max(layer.first, layer.first_visible(end))
+                layer.first, layer.end, layer.expected, layer.written = first, end, 0, 0
 
     def tell(self) -> None:
         """Tells the device how long layers are."""
-        ends = torch.tensor([[extent.end] for extent in self._extents], dtype=torch.int32)
+        ends = torch.tensor([[layer.end] for layer in self.layers], dtype=torch.int32)
         self.lengths.copy_(ends, non_blocking=True)
         self.is_told = True
 
     def expect(self, tokens: int, asker: Extent) -> None:
         """Makes room for a pass of `tokens` that may come, to the layers that are as long as `asker`."""
-        held = [extent for extent in self._extents if extent.rows]
-        is_told = self.is_told and not any(extent.expected for extent in held)  # the last pass may have broken off
+        held = [layer for layer in self.layers if layer.rows]
+        is_told = self.is_told and not any(layer.expected for layer in held)  # the last pass may have broken off
         self.expect_none()
         if held:
             if not is_told:
                 self.tell()
             rows, first, _ = self._needed()
-            ends = [extent.end for extent in held]
+            ends = [layer.end for layer in held]
             end = max(ends) + tokens
             self._make_room(rows, first, min(ends), end)
             if self._held().end > self._whole_pages(end):  # a longer pass was expected
                 self._held().shrink(rows, first, self._whole_pages(end))
-        for extent in self._extents:
-            if extent.end == asker.end:
-                extent.expected = tokens
+        for layer in self.layers:
+            if layer.end == asker.end:
+                layer.expected = tokens
 
     def expect_none(self) -> None:
         """Takes back an announcement."""
         self._step = None
-        for extent in self._extents:
-            extent.expected = 0
+        for layer in self.layers:
+            layer.expected = 0
 
     def fit(self) -> None:
         if self.batch is not None:
@@ -236,10 +229,10 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         """Appends K and V; returns K and V that they attend to: `WholeRows`, which vmmkv's own attention alone can
         read, inside of graphs, and where `get_mask_sizes` has announced the pass. For the first tokens, without
         kernels, and for callers that ask for no mask it is what `VmmLayer` returns."""
-        group, extent, is_compiling = self.group, self._extent, torch.compiler.is_compiling()
-        if group.is_captured or (is_compiling and extent.rows and group.has_kernels):
-            group.append_inside(extent, key_states, value_states)
-            return group.read_whole_rows(extent)
+        group, is_compiling = self.group, torch.compiler.is_compiling()
+        if group.is_captured or (is_compiling and self._extent.rows and group.has_kernels):
+            group.append_inside(self._extent, key_states, value_states)
+            return group.read_whole_rows(self._extent)
         update = self._update_outside_graphs if is_compiling else self._update
         return update(key_states, value_states)
 
@@ -258,9 +251,9 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
             return super().get_mask_sizes(query_length)
         if torch.compiler.is_compiling():
             self.group.check_room(self._extent, query_length)
-        elif not any(group.is_captured for group in self._groups):
-            for group in self._groups:
-                group.settle()
+            return self.group.max_seq_len, 0
+        if not any(group.is_captured for group in self._groups):
+            self.group.settle()
             for group in self._groups:
                 if group.has_kernels:
                     group.expect(query_length, self._extent)
@@ -268,13 +261,13 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""
-        group, extent = self.group, self._extent
-        if not extent.rows:
+        group = self.group
+        if not self._extent.rows:
             return 0
         if torch.compiler.is_compiling():
-            return group.lengths[extent.index, 0].clone()  # the caller's must not change with the next pass
+            return group.lengths[self._extent.index, 0].clone()  # the caller's must not change with the next pass
         group.settle()
-        return torch.full((), extent.end, dtype=torch.int32, device=group.lengths.device)
+        return torch.full((), self._extent.end, dtype=torch.int32, device=group.lengths.device)
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         self.group.settle()

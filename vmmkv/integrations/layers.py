@@ -8,18 +8,11 @@ forward pass, in the order of their numbers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..errors import ArgumentError, ReleasedTokensError, UnsupportedError
 from .layer_group import LayerGroup
@@ -69,7 +62,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def shown(self) -> tuple[Any, Any]:
         """K and V that the user may write to."""
-        return self.group.show(self._extent) if self._extent.rows else (None, None)
+        return self.group.show(self._extent) if self.rows else (None, None)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -94,8 +87,9 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `query_length` ones attend to, themselves included, and the first of them."""
-        first = self._extent.first_visible(self._extent.end)
-        return self._extent.end - first + query_length, first
+        extent = self._extent
+        first = extent.first_visible(extent.end)
+        return extent.end - first + query_length, first
 
     def get_seq_length(self) -> int:
         """Tokens so far, also those that a window has left behind."""
@@ -121,11 +115,11 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def record_past(self) -> bool:
         """Whether the layer keeps what its window leaves behind, until the next `crop`."""
-        return self._extent.keeps_past
+        return self._extent.record_past
 
     @record_past.setter
-    def record_past(self, keeps_past: bool) -> None:
-        self._extent.keeps_past = keeps_past
+    def record_past(self, records: bool) -> None:
+        self._extent.record_past = records
 
     def activate_past_recording(self) -> None:
         """Lets tokens be dropped with `crop` although the window has moved on."""
@@ -136,7 +130,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         end = self.length_after_crop(tokens_to_remove)
         self._extent.first, self._extent.end = self._extent.first_visible(end), end
         if not end:
-            self._extent.clear()
+            self._extent.forget()
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         """The length that `crop` would leave; raises what it would raise."""
@@ -148,7 +142,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent
         end = max(extent.end + tokens_to_remove, 0)
-        if self._extent.first_visible(end) < extent.first:
+        if extent.first_visible(end) < extent.first:
             raise ReleasedTokensError(
                 f"asked to drop {-tokens_to_remove} of {extent.end} tokens; the window before them is gone: this layer "
                 f"holds tokens from {extent.first} on. Call activate_past_recording() before the tokens come"
@@ -156,8 +150,8 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return end
 
     def reset(self) -> None:
-        """Drops all tokens."""
-        self._extent.clear()
+        """Drops all tokens, and ends the forward pass."""
+        self._extent.forget()
         self.group.passes.start_over()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -212,17 +206,6 @@ class VmmHybridLayer(VmmLayer, LinearAttentionAndFullAttentionLayer):  # type: i
 
     def reorder_states(self, indices: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, indices)  # type: ignore[arg-type]
-
-
-def layer_on_rows(layer: Any, layer_idx: int, group: Callable[[int | None], LayerGroup]) -> VmmLayer | None:
-    """The layer on rows that takes the place of a layer of transformers; None for a kind that is not known. `group`
-    finds the group for layers of a window."""
-    kind, window = type(layer), getattr(layer, "sliding_window", None)  # exactly: a subclass may keep, or do, more
-    if kind in (DynamicLayer, DynamicSlidingWindowLayer):
-        return VmmLayer(group(window), layer_idx)
-    if kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-        return VmmHybridLayer(group(window), layer_idx, layer.number_of_states)
-    return None
 
 
 def forget_states(layer: LinearAttentionLayer) -> None:

@@ -1,4 +1,4 @@
-"""K and V as transformers has them, written into rows, by the append kernel where it can.
+"""K and V as transformers has them: checked, and written into rows, by the append kernel where it can.
 
 One launch, whatever the strides: torch's `copy_` counts in 32 bits, and cuts a write to rows that are gigabytes apart
 into one launch per row, for K and for V. K and V are `[batch_size, num_kv_heads, tokens, head_dim]` here, rows
@@ -8,14 +8,16 @@ into one launch per row, for K and for V. K and V are `[batch_size, num_kv_heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from ..errors import StreamCaptureError
+from ..errors import AutogradError, DtypeError, ShapeError, StreamCaptureError
 from ..kernels import append
 from ..kernels.checks import ALIGNMENT
 from ..kernels.row_append import append_behind, bind_append
+from ..layout import DTYPES
 
 
 class RowWriter:
@@ -108,3 +110,34 @@ def _one_after_another(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Te
 def even_cu_seqlens(batch_size: int, tokens: int, device: torch.device) -> Tensor:
     """Where equally long sequences begin, int32 `[batch_size + 1]`."""
     return torch.arange(0, batch_size * tokens + 1, tokens, dtype=torch.int32, device=device)
+
+
+def check_kv(layer_idx: int, keys: Tensor, values: Tensor) -> None:
+    """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
+    shapes = [[*each.shape] if isinstance(each, Tensor) else type(each).__name__ for each in (keys, values)]
+    if not all(len(shape) == 4 and shape[:3] == shapes[0][:3] and isinstance(shape, list) for shape in shapes):
+        raise ShapeError(
+            f"got K {shapes[0]} and V {shapes[1]} for layer {layer_idx}; both are tensors "
+            "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
+        )
+
+
+def check_autograd(keys: Tensor, values: Tensor) -> None:
+    """Raises `AutogradError` where autograd would record what is written."""
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        raise AutogradError(
+            "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+            "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+        )
+
+
+def common_dtype(keys: Tensor, values: Tensor, held: torch.dtype | None) -> torch.dtype:
+    """The narrowest dtype that holds K, V and the dtype `held` exactly; raises `DtypeError` if there is none."""
+    with suppress(RuntimeError):
+        if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded
+            return torch.promote_types(torch.promote_types(keys.dtype, values.dtype), held or keys.dtype)
+    there = f", and the cache holds {held}" if held else ""
+    raise DtypeError(
+        f"got K as {keys.dtype} and V as {values.dtype}{there}; vmmkv has no dtype that holds all of it. Run the "
+        "model in one of its dtypes, or all forward passes under autocast"
+    )

@@ -10,44 +10,30 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils as theirs
 
+from .. import errors
 from ..cache import KVCache
-from ..errors import (
-    ArgumentError,
-    DeviceError,
-    KeptLayersWarning,
-    OutOfRangeError,
-    ShapeError,
-    StreamCaptureError,
-    UnsupportedError,
-)
 from ..layout import kv_dtype_from_name
 from ..pool import FramePool
 from .batch import Limits, Pools
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer
-from .layer_group import NO_ROOM, LayerGroup
-from .layers import VmmLayer, forget_states, layer_on_rows
-from .masks import NAME, attention_of
-from .passes import Passes, check_kv
+from .layer_group import NO_ROOM, LayerGroup, Passes
+from .layers import VmmHybridLayer, VmmLayer, forget_states
+from .row_writes import check_kv
+from .stand_ins import NAME, attention_of
 
 NOT_COMPILED = frozenset({"moshi", "prophetnet"})  # types of models that cannot run with `compile=True`
+HYBRIDS = theirs.LinearAttentionAndFullAttentionLayer, theirs.LinearAttentionAndSlidingWindowAttentionLayer
 TAKES_NO_STRIDES = frozenset({"gpt_neox_japanese"})  # types of models that call `view` on K and V
 
 
-class VmmCache(DynamicCache):
+class VmmCache(theirs.DynamicCache):
     """K and V in rows of virtual memory: for `generate(..., cache=cache)`, or `model(...)` by hand, for inference only.
 
     Before transformers 5.24 the argument is called `past_key_values`.
@@ -117,7 +103,7 @@ class VmmCache(DynamicCache):
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
                 "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. Give code that makes "
                 "caches of the same type (T5Gemma, RAG, torch.nn.DataParallel) a DynamicCache"
@@ -130,9 +116,9 @@ class VmmCache(DynamicCache):
              "of its own that reads rows to their end, or without the windows of its layers. Leave it out"),
         ):  # fmt: skip
             if is_asked:
-                raise UnsupportedError(f"asked for {what}")
+                raise errors.UnsupportedError(f"asked for {what}")
         if compile and attention_of(config) != NAME:
-            raise ArgumentError(
+            raise errors.ArgumentError(
                 f"asked for compile=True for a model with attn_implementation={attention_of(config)!r}, which reads "
                 f'rows to their end, where no memory is; load it with attn_implementation="{NAME}", or make the cache '
                 "without compile=True"
@@ -143,7 +129,7 @@ class VmmCache(DynamicCache):
         self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
         self._copies = text.model_type in TAKES_NO_STRIDES
         self._config = config if kept_dtype else None
-        self._groups: list[LayerGroup] = []  # one for each window, on each device
+        self._groups: list[Any] = []  # one for each window, on each device
         self.layers[:] = [self._with_rows(layer, index) for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
 
@@ -157,22 +143,23 @@ class VmmCache(DynamicCache):
 
     def _with_rows(self, layer: Any, layer_idx: int) -> Any:
         """The layer on rows that takes the place of a layer of transformers, or that layer."""
-        if not self._is_compiled:
-            return layer_on_rows(layer, layer_idx, self._group) or layer
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return layer
-        group = self._group(getattr(layer, "sliding_window", None))
-        return VmmCompiledLayer(cast(Any, self._groups), group, layer_idx)
+        kind, window = type(layer), getattr(layer, "sliding_window", None)  # exactly: a subclass may keep, or do, more
+        if kind in (theirs.DynamicLayer, theirs.DynamicSlidingWindowLayer):
+            group = self._group(window)
+            return VmmCompiledLayer(self._groups, group, layer_idx) if self._is_compiled else VmmLayer(group, layer_idx)
+        if not self._is_compiled and kind in HYBRIDS:
+            return VmmHybridLayer(self._group(window), layer_idx, layer.number_of_states)
+        return layer
 
     def _tell_what_is_kept(self) -> None:
         """Names the layers that there are no rows for."""
         kept: defaultdict[str, list[int]] = defaultdict(list)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, VmmLayer):
+            if isinstance(layer, theirs.CacheLayerMixin) and not isinstance(layer, VmmLayer):
                 kept[type(layer).__name__].append(index)
         names = "; ".join(f"{name}: {', '.join(map(str, layers))}" for name, layers in kept.items())
         if kept and self._is_compiled:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"asked for compile=True; layers of these kinds cannot be read as whole rows ({names}). Make the cache "
                 "without it"
             )
@@ -180,7 +167,7 @@ class VmmCache(DynamicCache):
             names = f"VmmCache has no rows for layers of these kinds ({names}); they are as in DynamicCache"
         if kept or not self._groups:
             names = names or "no layer of this model keeps K and V: VmmCache does what DynamicCache does"
-            warnings.warn(names, KeptLayersWarning, stacklevel=3)
+            warnings.warn(names, errors.KeptLayersWarning, stacklevel=3)
 
     @property
     def is_compileable(self) -> bool:
@@ -203,28 +190,24 @@ class VmmCache(DynamicCache):
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
         """Moves a layer without tokens, and all layers behind it, to the device of its K and V: models are cut into
         runs of layers."""
-        here = layer.group.device
-        if here is not None and here != device and not layer.is_initialized:
-            groups = [group for group in self._groups if group.window == layer.group.window]
-            behind = [
-                each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
-            ]
-            if self._is_compiled or any(each.is_initialized for each in behind):
-                raise DeviceError(
+        here, window = layer.group.device, layer.group.window
+        if here not in (None, device) and not layer.rows:
+            behind = [each for each in self._on_rows[self._on_rows.index(layer) :] if each.group.window == window]
+            if self._is_compiled or any(each.rows for each in behind):
+                raise errors.DeviceError(
                     f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
                     "several devices needs a cache made without compile=True, and one that has moved, reset() before"
                 )
-            kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
+            groups = [group for group in self._groups if group.window == window]
+            kept = [len(group.layers) - sum(each.group is group for each in behind) for group in groups]
             batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
             for group, num_layers, batch in zip(groups, kept, batches):
                 group.keep_first(num_layers, batch)
-            target = next(
-                (group for group in groups if group.device == device),
-                LayerGroup(self._limits, self._pools, self._passes, layer.group.window, self._config),
-            )
+            new = LayerGroup(self._limits, self._pools, self._passes, window, self._config)
+            target = next((group for group in groups if group.device == device), new)
             for each in behind:
                 each.join(target)
-            self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
+            self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.layers]
         layer.home = device
 
     @property
@@ -249,13 +232,12 @@ class VmmCache(DynamicCache):
             ArgumentError, ValueError: it is no whole number, or positive.
             RuntimeError: a layer of linear attention has not recorded what it would go back to.
         """
-        for layer in self.layers:
-            if isinstance(layer, VmmLayer):
-                layer.length_after_crop(tokens_to_remove)
-        refusing = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        for on_rows in self._on_rows:
+            on_rows.length_after_crop(tokens_to_remove)
+        refusing = [layer for layer in self.layers if isinstance(layer, theirs.LinearAttentionCacheLayerMixin)]
         for layer in refusing:
             layer.crop(tokens_to_remove)
-        with self._passes.changing(StreamCaptureError):
+        with self._passes.changing(errors.StreamCaptureError):
             for layer in self.layers:
                 if layer not in refusing:
                     layer.crop(tokens_to_remove)
@@ -292,7 +274,11 @@ class VmmCache(DynamicCache):
     @property
     def _rows(self) -> int:
         """Sequences that it holds; 0, too, where no layer keeps K and V."""
-        return next((layer.rows for layer in self.layers if isinstance(layer, VmmLayer) and layer.rows), 0)
+        return max((layer.rows for layer in self._on_rows), default=0)
+
+    @property
+    def _on_rows(self) -> list[VmmLayer]:
+        return [layer for layer in self.layers if isinstance(layer, VmmLayer)]
 
     def _select(self, asked: object, choose: Callable[[Tensor], Tensor]) -> None:
         """Keeps the sequences that `choose` chooses of their numbers, in all layers or in none."""
@@ -300,9 +286,13 @@ class VmmCache(DynamicCache):
         try:
             chosen = choose(torch.arange(self._rows, device=device))
         except (IndexError, RuntimeError, TypeError) as error:
-            raise OutOfRangeError(f"asked for sequences {asked}; the cache holds {self._rows}: {error}") from error
+            raise errors.OutOfRangeError(
+                f"asked for sequences {asked}; the cache holds {self._rows}: {error}"
+            ) from error
         if chosen.ndim != 1:
-            raise ShapeError(f"asked for sequences {asked}, which is no list of them; the cache holds {self._rows}")
+            raise errors.ShapeError(
+                f"asked for sequences {asked}, which is no list of them; the cache holds {self._rows}"
+            )
         if not len(chosen):
             self.reset()
             return
@@ -326,7 +316,7 @@ class VmmCache(DynamicCache):
         self._passes.is_broken = True
         super().reset()  # type: ignore[no-untyped-call]
         for layer in self.layers:
-            if type(layer) is LinearAttentionLayer and not self._is_compiled:
+            if type(layer) is theirs.LinearAttentionLayer and not self._is_compiled:
                 forget_states(layer)
         for group in self._groups:
             group.clear()

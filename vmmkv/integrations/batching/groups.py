@@ -19,7 +19,7 @@ from ...errors import DeviceError, UnsupportedError
 from ...layout import KVLayout
 from ...pool import FramePool
 from ..attention import kernels_take
-from ..states import check_quantizable
+from ..stand_ins import check_quantizable
 from .config import budget, host_bytes
 from .requests import Ranks
 
