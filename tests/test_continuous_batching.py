@@ -30,10 +30,11 @@ from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import cache as row_cache
 from vmmkv.integrations.batching import processor
+from vmmkv.integrations.batching.batches import RowBatchesAhead, RowBatchOnBothSides
 from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.manager import RowManager
+from vmmkv.integrations.batching.processor import CHILD, RowScheduler
 from vmmkv.integrations.batching.requests import Requests
-from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -545,7 +546,8 @@ class AtOnce:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", AtOnce)
-    monkeypatch.setattr(input_outputs, "create_device_stream", AtOnce)
+    for names in (vars(input_outputs), RowBatchOnBothSides.__init__.__globals__, RowBatchesAhead.__init__.__globals__):
+        monkeypatch.setitem(names, "create_device_stream", AtOnce)
     monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
     for module in (continuous_api, input_outputs, model_runner, offloading_manager, row_cache):
         monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching.groups import Probe
-from vmmkv.integrations.batching.weights import Weights
+from vmmkv.integrations.batching.model import Probe, Weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -75,9 +74,11 @@ def model(
     name, places = getattr(request, "param", PLACES[0])
     model, attend = copy.deepcopy(tiny_model(name, "eager", "cpu")), Probe.attend
 
-    def attend_there(probe: Probe, layer: int, query: torch.Tensor, key: torch.Tensor, *given: Any) -> torch.Tensor:
+    def attend_there(
+        probe: Probe, layer: int, query: torch.Tensor, key: torch.Tensor, *given: Any, **options: Any
+    ) -> torch.Tensor:
         kind = type("Elsewhere", (torch.Tensor,), {"device": torch.device("cpu", places[layer])})
-        return attend(probe, layer, query, key.as_subclass(kind), *given)
+        return attend(probe, layer, query, key.as_subclass(kind), *given, **options)
 
     monkeypatch.setattr(Probe, "attend", attend_there)
     model.model.norm.register_forward_hook(lambda _module, _given, output: output.as_subclass(FromTheLastLayer))

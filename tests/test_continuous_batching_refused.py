@@ -10,7 +10,6 @@ import sys
 import threading
 from contextlib import nullcontext
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -29,10 +28,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import vmmkv
 from vmmkv.integrations import batching
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching import groups
 from vmmkv.integrations.batching.attention import attend_rows
-from vmmkv.integrations.batching.groups import CACHE
 from vmmkv.integrations.batching.manager import RowManager
+from vmmkv.integrations.batching.model import CACHE, Probe
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -372,7 +370,7 @@ def test_models_that_cannot_run_on_rows_are_refused(model: PreTrainedModel) -> N
 def test_attention_on_rows_is_for_batches_of_requests_alone() -> None:
     """Some layers tell attention nothing of their batch, as Nemotron's since transformers 5.24."""
     states = torch.randn(1, 2, 1, 8)
-    for told in ({}, {CACHE: groups.Probe()}, {"block_table": None}):
+    for told in ({}, {CACHE: Probe()}, {"block_table": None}):
         with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
             attend_rows(None, states, states, states, None, **told)
 
@@ -427,11 +425,6 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
     rows.disable(model)
     monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
-        rows.enable(model)
-    monkeypatch.undo()
-    moved = SimpleNamespace(ContinuousMixin=type("Mixin", (), {"init_continuous_batching": lambda self: None}))
-    monkeypatch.setattr(batching.model, "their_api", moved)
-    with pytest.raises(vmmkv.UnsupportedError, match="does not use ContinuousBatchingManager any more"):
         rows.enable(model)
     assert "init_continuous_batching" not in vars(model)
 

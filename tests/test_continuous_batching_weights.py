@@ -23,9 +23,10 @@ from transformers.generation.continuous_batching import initialization, model_ru
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching import groups, packed
+from vmmkv.integrations.batching import attention
+from vmmkv.integrations.batching import model as kept
+from vmmkv.integrations.batching.model import Weights, addresses
 from vmmkv.integrations.batching.requests import Ranks, Requests
-from vmmkv.integrations.batching.weights import Weights, addresses
 from vmmkv.integrations.stand_ins import ScaledStates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -268,7 +269,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "cpu":
         monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "graph")
         monkeypatch.setattr(model_runner, "get_memory_pools", lambda: (None, 0))
-        monkeypatch.setattr(groups, "kernels_take", lambda *_: True)
+        monkeypatch.setattr(kept, "kernels_take", lambda *_: True)
     return request.param, sizes
 
 
@@ -306,14 +307,14 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     chance = Random()
     expected = [answers(model, chance, chance.randint(2, 30), most=most) for most in (9, 60, 200)]
     expected.append(answers(model, chance, 2, begin=[7] * 1100))  # transformers tells lengths apart from 1024 on
-    attend = packed.attend
+    attend = attention.attend
 
     def watch(query: torch.Tensor, kept: Any, batch: Any, **options: Any) -> torch.Tensor:
         if batch.max_prompts:
             told.setdefault((query.shape[0], batch.rows.shape[0]), set()).add(batch.max_prompts)
         return attend(query, kept, batch, **options)
 
-    monkeypatch.setattr(packed, "attend", watch)
+    monkeypatch.setattr(attention, "attend", watch)
     options: dict[str, Any] = {"use_cuda_graph": (True, False), "use_async_batching": ahead, "max_batch_tokens": 200}
     with on_rows(model, max_seq_len=1300), Served(model, warm=True, **options, max_requests_per_batch=100) as served:
         assert sizes == [200, 192, 128, 64] * (1 + ahead)

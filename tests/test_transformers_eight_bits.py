@@ -19,8 +19,8 @@ from transformers import Cache, EncoderDecoderCache, LlamaConfig
 import vmmkv
 from vmmkv.integrations import attention, row_writes
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching import packed
-from vmmkv.integrations.batching.packed import Kept, Packed
+from vmmkv.integrations.batching import attention as on_rows
+from vmmkv.integrations.batching.attention import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
 from vmmkv.integrations.stand_ins import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
@@ -148,9 +148,9 @@ def test_kernels_of_continuous_batching(kv_dtype: str, prompts: bool, device: st
     for patched in (False, True):
         (k, k_scales), (v, v_scales) = (quantize(states, KV_DTYPES[kv_dtype]) for states in made)
         kept = Kept(k, v, k_scales, v_scales)
-        with patch.object(packed, "kernels_take", return_value=False) if patched else nullcontext():
-            packed.write(*new, kept, batch)
-            found.append((kept, packed.attend(query, kept, batch, scale=0.3).float()))
+        with patch.object(on_rows, "kernels_take", return_value=False) if patched else nullcontext():
+            on_rows.write(*new, kept, batch)
+            found.append((kept, on_rows.attend(query, kept, batch, scale=0.3).float()))
     (kept, output), (others, expected) = found
     assert all(torch.equal(of.float(), other.float()) for of, other in zip(kept, others))
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)

@@ -12,7 +12,7 @@ from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreT
 
 import vmmkv
 from vmmkv.integrations import continuous_batching
-from vmmkv.integrations.batching import packed
+from vmmkv.integrations.batching import attention
 
 from .check import Outcome
 from .models import build, kinds
@@ -57,7 +57,7 @@ def config(**options: Any) -> dict[str, Any]:
 
 def without_kernels() -> AbstractContextManager[object]:
     """In plain PyTorch."""
-    return patch.object(packed, "kernels_take", return_value=False)
+    return patch.object(attention, "kernels_take", return_value=False)
 
 
 def check_batching(kind: str, device: str = "cpu") -> Outcome:

@@ -2,30 +2,39 @@
 `transformers serve` as usual.
 
 Scheduler, streaming, logits processors and server stay transformers'; each request is a sequence. `batching` has the
-code that knows their insides.
+code that knows their insides. Here it depends on `init_continuous_batching` and `generate_batch` of `GenerationMixin`,
+which are replaced on a model, and on the attribute in which a model keeps a persistent manager.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from numbers import Real
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
-from transformers import PreTrainedModel
+import torch
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..arguments import check_size
 from ..budget import parse_bytes
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError, VmmkvError
 from ..layout import kv_dtype_from_name
 from ..pool import FramePool, check_pool_alone
 from .attention import can_attend
 from .batching import check_version
+from .batching.attention import ALONE, left_alone, restore
 from .batching.attention import NAME as NAME
-from .batching.config import check_positions
-from .batching.groups import Options, not_for_rows
-from .batching.model import managers_of, put_on_rows, take_off_rows
+from .batching.config import check_length, check_positions, token_ids, vocabulary_of, with_names
+from .batching.manager import RowManager, settings, started
+from .batching.model import Options, not_for_rows
+
+KEPT = "_cached_continuous_batching_manager"  # where transformers keeps a persistent manager
+OF_GENERATE_BATCH = inspect.signature(GenerationMixin.generate_batch).parameters.keys() - {"kwargs"}
+"""Arguments that transformers' `generate_batch` heeds."""
 
 
 def enable(
@@ -86,14 +95,29 @@ def enable(
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     max_seq_len, kept_dtype = check_size("max_seq_len", max_seq_len), kv_dtype_from_name(kv_dtype)
     check_positions(model, max_seq_len)
-    put_on_rows(model, Options(max_bytes, pool, max_seq_len, idle_seconds, kept_dtype, persistent, raise_errors))
+    options = Options(max_bytes, pool, max_seq_len, idle_seconds, kept_dtype, persistent, raise_errors)
+    _drop_kept(model)
+    own, kind = vars(model), cast(Any, type(model))
+    own["init_continuous_batching"] = MethodType(_beginning(options), model)
+    own["generate_batch"] = MethodType(_checked(options), model)
+    generate = own.get("generate", _generate)  # one that was pickled has its class's method as its own
+    if hasattr(model, "generate") and getattr(generate, "__func__", generate) in (_generate, kind.generate):
+        own["generate"] = MethodType(_generate, model)
 
 
 def disable(model: PreTrainedModel) -> None:
     """Have a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to one
     that was not enabled, except a copy that was made while a manager ran the model: it gets transformers' default
     attention."""
-    take_off_rows(_inside(model))
+    model = _inside(model)
+    own = vars(model)
+    if isinstance(own.get(KEPT), RowManager):
+        _drop_kept(model)
+    for name in ("init_continuous_batching", "generate_batch"):
+        own.pop(name, None)
+    if getattr(own.get("generate"), "__func__", None) is _generate:
+        del own["generate"]
+    restore(model)
 
 
 def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
@@ -113,7 +137,7 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
     """
     with ExitStack() as undo:
         freed = 0
-        for manager in managers_of(_inside(model)):
+        for manager in managers_of(model):
             if not manager.is_asleep:
                 undo.callback(manager.wake)
             freed += manager.sleep(offload=offload)
@@ -123,7 +147,7 @@ def sleep(model: PreTrainedModel, *, offload: bool = False) -> int:
 
 def wake(model: PreTrainedModel) -> None:
     """End `sleep`. Memory is taken as requests need it."""
-    for manager in managers_of(_inside(model)):
+    for manager in managers_of(model):
         manager.wake()
 
 
@@ -167,3 +191,84 @@ def _check_model(model: PreTrainedModel) -> None:
         raise not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
     if (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1:
         raise not_for_rows(model, "layers in several processes; tensor parallelism splits heads")
+
+
+def _drop_kept(model: PreTrainedModel) -> None:
+    """Have a model forget its persistent manager, which would be the next as well."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and not kept.is_running():
+        kept.destroy()
+
+
+def managers_of(model: Any) -> list[RowManager]:
+    """The managers of a model that run or are kept."""
+    model = _inside(model)
+    kept = vars(model).get(KEPT)
+    return [each for each in started.get(model, ()) if each is kept or each.is_running()]
+
+
+def _beginning(options: Options) -> Callable[..., Any]:
+    """`init_continuous_batching` that makes managers on rows. It makes another one where a persistent one was made for
+    other configs, which transformers would return."""
+    manager = type("RowManager", (RowManager,), {"options": options})
+    theirs = inspect.unwrap(GenerationMixin.init_continuous_batching)
+    begin = torch.no_grad()(with_names(theirs, ContinuousBatchingManager=manager))
+
+    @functools.wraps(theirs)
+    def init_continuous_batching(
+        model: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        kept = vars(model).get(KEPT)
+        for at, config in enumerate((generation_config, continuous_batching_config)):
+            if isinstance(kept, RowManager) and config is not None and settings(config) != kept.made_by[at]:
+                _drop_kept(model)
+        return begin(model, generation_config, continuous_batching_config, *args, **kwargs)
+
+    return init_continuous_batching
+
+
+def _checked(options: Options) -> Callable[..., Any]:
+    """`generate_batch` that raises the errors of `add_request`: transformers' logs them, and returns no results. It
+    refuses keywords that transformers' ignores."""
+
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(
+        model: Any, inputs: Any, generation_config: Any = None, *args: Any, max_new_tokens: Any = None, **kwargs: Any
+    ) -> Any:
+        for name in kwargs.keys() - OF_GENERATE_BATCH:
+            if kwargs[name] is not None:
+                raise ArgumentError(
+                    f"got {name}={kwargs[name]!r}, which generate_batch ignores; give it a GenerationConfig"
+                )
+        if options.persistent:
+            kwargs["persistent_manager"] = True
+        config = generation_config or model.generation_config
+        ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+        new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_length(options.max_seq_len, max(map(len, ids), default=0), new)
+        if isinstance(kept := vars(model).get(KEPT), RowManager):
+            kept.forget_results()
+        results = type(model).generate_batch(model, ids, config, *args, max_new_tokens=max_new_tokens, **kwargs)
+        if options.raise_errors:
+            for name, result in results.items():
+                if result.error is not None:
+                    raise VmmkvError(f"request {name} ended with an error: {result.error}")
+            if len(results) < (wanted := len(ids) * (config.num_return_sequences or 1)):
+                raise VmmkvError(f"{wanted - len(results)} requests were not answered; transformers has logged why")
+        return results
+
+    return generate_batch
+
+
+@functools.wraps(GenerationMixin.generate)
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` that refuses to run beside a manager, or as one, which would drop arguments. Code that has wrapped it
+    may call it later, too."""
+    if kwargs.get("cache_implementation") == "paged" and "generate_batch" in vars(model):
+        raise UnsupportedError(
+            'asked for cache_implementation="paged" of a model on rows, with which generate drops some of its '
+            "arguments; call generate_batch"
+        )
+    refused = UnsupportedAttentionError(f"asked {type(model).__name__} to generate while a manager runs it; {ALONE}")
+    with left_alone(model, refused):
+        return type(model).generate(model, *args, **kwargs)

@@ -4,13 +4,13 @@ What is replaced is a subclass of transformers' class, put in the place of its n
 
     manager     ContinuousBatchingManager       starts and stops, takes requests, chooses attention
     processor   ContinuousBatchProcessor        makes one forward pass after another
-    scheduler   FIFOScheduler, PrefillFirst...  chooses requests; managers on one pool take turns
+                FIFOScheduler, PrefillFirst...  choose requests; managers on one pool take turns
     batches     ContinuousBatching[Async]IOs    hold what a pass reads; ModelRunner pads batches and captures graphs
     cache       PagedAttentionCache             admits, forks, finds prefixes; OffloadingManager has requests begin anew
 
-`model` puts the first in place. Beside these, `attention` is what models call, `groups` finds what layers keep,
-`requests` are sequences on rows, in all processes and on all devices, `packed` writes and attends, `weights` tell
-prefixes apart, `config` translates settings and checks requests.
+`continuous_batching` puts the first in place. Beside these, `attention` is what models call, which writes and attends,
+`model` finds what layers keep and tells weights apart, `requests` are sequences on rows, in all processes and on all
+devices, `config` translates settings and checks requests.
 
 transformers' table of blocks has one column here, the row of each request: so one captured graph serves every length.
 """
@@ -34,7 +34,7 @@ def check_version() -> None:
 
 
 try:
-    from . import model as model
+    from . import manager as manager
 except ImportError as error:
     raise UnsupportedError(
         f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "

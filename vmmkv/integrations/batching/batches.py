@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.utils import CudaGraphBuffer
 
 from .cache import RowCache
 from .config import decode_sizes, with_names
-from .groups import CACHE
+from .model import CACHE
 
 SEQUENCES = 64  # batches with prompts are padded to a multiple of so many sequences
 MOST_TOKENS, GRAPH_SEQUENCES = 2048, 256
@@ -90,15 +90,13 @@ class RowBatch(ContinuousBatchingIOs):
 class RowBatchOnBothSides(HostDeviceIOPair):
     """The same batch on the host and on the device."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        with_names(HostDeviceIOPair.__init__, ContinuousBatchingIOs=RowBatch)(self, **kwargs)
+    __init__ = with_names(HostDeviceIOPair.__init__, ContinuousBatchingIOs=RowBatch)
 
 
 class RowBatchesAhead(ContinuousBatchingAsyncIOs):
     """Two batches: one is prepared while the other runs."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)(self, **kwargs)
+    __init__ = with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)
 
     def infer_carry_over_ids(self) -> Tensor:
         """For each token the one of the running batch that takes its place, or -1. transformers makes a list of all

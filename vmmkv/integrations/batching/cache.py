@@ -15,12 +15,15 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import stream_context
 
+from ...cache import KVCache
+from ...core.addresses import ADDRESS_LIMIT
 from ...errors import UnsupportedAttentionError, UnsupportedError
-from .config import ALIKE, block_bytes
-from .groups import Group, LeftToAttention, Options, bytes_of_token, make_caches
-from .packed import Packed, append_and_attend, kept_in
+from ...pool import FramePool
+from . import attention
+from .attention import Packed, kept_in
+from .config import ALIKE, budget, host_bytes
+from .model import Group, LeftToAttention, Options, Weights, bytes_of_token, devices_of
 from .requests import Ranks, Requests
-from .weights import Weights
 
 MAX_BATCH_TOKENS = 8192  # tokens of a forward pass at most, as transformers has it without a setting
 WARMUP = "__warmup_"
@@ -28,22 +31,11 @@ WARMUP = "__warmup_"
 
 
 class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
-    """The rows of a model. The arguments from `config` on are transformers'."""
+    """The rows of a model. `theirs` are the arguments of transformers' cache."""
 
-    def __init__(
-        self,
-        options: Options,
-        groups: list[Group],
-        weights: Weights,
-        config: Any,
-        continuous_batching_config: Any,
-        device: torch.device | str,
-        distributed_helper: Any,
-        dtype: torch.dtype = torch.float16,
-        model_supports_logits_to_keep: bool = False,
-    ) -> None:
-        batching, ranks = continuous_batching_config, Ranks(distributed_helper)
-        self.device, self.options, self.weights, self._groups = torch.device(device), options, weights, groups
+    def __init__(self, options: Options, groups: list[Group], weights: Weights, **theirs: Any) -> None:
+        batching, ranks = theirs["continuous_batching_config"], Ranks(theirs["distributed_helper"])
+        self.device, self.options, self.weights, self._groups = theirs["device"], options, weights, groups
         self.stream: Any = None  # the stream of forward passes
         self.kv_caches = make_caches(options, groups, batching, ranks)
         windows = [group.window for group in groups]
@@ -78,12 +70,11 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         }
         self.use_prefix_sharing = self.requests.reuse
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
-        self.num_blocks = min(
-            caches[0].pool.limit_pages
-            * caches[0].page_size
-            // block_bytes(config, sum(cache.layout.token_bytes for cache in caches))
+        tokens = min(
+            caches[0].pool.limit_pages * caches[0].page_size // sum(each.layout.token_bytes for each in caches)
             for caches in self.requests.pools
         )
+        self.num_blocks = tokens // config.page_size
         self.max_blocks_per_request, self.max_decode_fast_path_length = 1, self.options.max_seq_len
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=lambda: None)
@@ -160,9 +151,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             with stream_context(self.stream):
                 self.requests.commit(name, (state.initial_tokens + state.generated_tokens)[:tokens])
 
-    def prepare_fork_request(
-        self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: dict[str, Any]
-    ) -> list[str]:
+    def prepare_fork_request(self, src_state: RequestState, dst_req_ids: list[str], _: Any) -> list[str]:
         with stream_context(self.stream):
             return self.requests.fork(src_state.request_id, dst_req_ids)
 
@@ -175,12 +164,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         pass  # `RowBatch` takes the rows of all requests at once
 
     def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: list[list[int]] | None,
-        write_index: list[list[int]],
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
     ) -> None:
         for row, indices in zip(self.requests.rows(request_id), write_index):
             indices += [row] * query_length
@@ -194,18 +178,12 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             self._rows = [self.requests.rows(each.state.request_id) for each in requests]
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        told: dict[str, Any],
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, told: dict[str, Any], **options: Any
     ) -> Tensor:
-        """Write and attend as `append_and_attend` does, in a pass that transformers has `told` where its tokens are.
-        Raises `UnsupportedAttentionError` if the layer attends to another window than its group."""
+        """Write K and V of new tokens, `[1, num_kv_heads, tokens, head_dim]`, into rows, and attend to all tokens of
+        their sequences, in a pass that transformers has `told` where its tokens are: `[1, tokens, num_heads,
+        v_head_dim]`. Options are those of `attention.attend`. Raises `UnsupportedAttentionError` if the layer attends
+        to another window than its group."""
         index, kept = self._layers[layer]
         group, window = self._groups[index], told.get("sliding_window")
         if window is not None and window != group.window:
@@ -214,8 +192,9 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             )
         if layer == group.layers[0]:  # in the pass itself: a CUDA graph computes it anew
             self._packed[index] = self._pack(index, told)
-        options = {"scale": scale, "window": group.window, "softcap": softcap, "sinks": sinks}
-        return append_and_attend(query, key, value, kept, self._packed[index], **options)
+        query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        attention.write(key, value, kept, self._packed[index])
+        return attention.attend(query, kept, self._packed[index], window=group.window, **options).unsqueeze(0)
 
     def _pack(self, index: int, told: dict[str, Any]) -> Packed:
         """Where the tokens of a pass are in a layer group. Padding is sequences without tokens."""
@@ -262,3 +241,38 @@ class RowOffloading(OffloadingManager):
 
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
         return 0
+
+
+def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks) -> list[KVCache]:
+    """Make the cache of each group, those of a device on one pool, with the same limit in every process."""
+    token_bytes, has_windows = bytes_of_token(groups), any(group.window for group in groups)
+    most_rows = ADDRESS_LIMIT // 2 // (options.max_seq_len * token_bytes)
+    pools: dict[torch.device, FramePool] = {}
+    caches: list[KVCache] = []
+
+    def make() -> int:
+        for device in devices_of(groups):
+            if device.type == "cuda" and options.pool is None:
+                torch.cuda.empty_cache()  # after a training step torch has nearly all of a GPU; shares are of the rest
+            limit = options.max_bytes
+            if limit is None:
+                limit = budget(config, bytes_of_token([group for group in groups if group.device == device]))
+            pools[device] = options.pool or FramePool(limit, device=device)
+        caches[:] = [
+            KVCache(
+                group.layout,
+                max(min(2 * config.max_requests_per_batch, most_rows), 1),
+                options.max_seq_len,
+                pool=pools[group.device],
+                large_frames=not group.window,
+                host_bytes=host_bytes(config) * group.layout.token_bytes // token_bytes,
+                host_priority=None if has_windows else 30,
+            )
+            for group in groups
+        ]
+        return caches[0].pool.limit_pages
+
+    here, least = ranks.attempt(make)
+    if options.pool is None and least < here:
+        caches[0].pool.set_limit(int(least) * caches[0].pool.page_size)
+    return caches

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -69,13 +69,8 @@ def compiles(config: Any, of_model: Any) -> bool:
 def budget(config: Any, token_bytes: int) -> float | str:
     """The limit of a pool, by the bytes of a token on its device."""
     if config.num_blocks is not None:
-        return int(config.num_blocks * block_bytes(config, token_bytes))
+        return int(config.num_blocks * config.page_size * token_bytes)
     return f"{100 * config.max_memory_percent:g}%"
-
-
-def block_bytes(config: Any, token_bytes: int) -> int:
-    """Bytes of one of transformers' blocks."""
-    return int(config.page_size * token_bytes)
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -229,19 +224,9 @@ def give_each_its_temperature(processors: list[Any]) -> None:
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A copy of a function in which global names mean something else. Raises `UnsupportedError` if the function does
-    not use them."""
-    code = function.__code__
-    if unused := names.keys() - _names_in(code):
-        raise UnsupportedError(f"transformers' {code.co_name} does not use {', '.join(unused)} any more")
-    # Code of its own: compilers keep their programs with the code, and these refer to its globals.
+    """A copy of a function in which global names mean something else."""
+    code = function.__code__.replace()  # of its own: compilers keep their programs with the code
     known, defaults = function.__globals__ | names, function.__defaults__
-    made = FunctionType(code.replace(), known, code.co_name, defaults, function.__closure__)
+    made = FunctionType(code, known, code.co_name, defaults, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Names that a function looks up, in comprehensions too: some Pythons keep these as code of their own."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*map(_names_in, inner))

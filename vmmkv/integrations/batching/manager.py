@@ -13,31 +13,17 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import continuous_api as their_api
-from transformers.generation.continuous_batching.utils import WorkloadHints, drain_queue
+from transformers.generation.continuous_batching.utils import drain_queue
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
+from . import config as asked
 from .attention import borrow, give_back
 from .batches import forget_graphs
 from .cache import RowCache
-from .config import (
-    check_generation,
-    check_length,
-    check_processors,
-    check_sampling,
-    compiles,
-    end_ids,
-    token_ids,
-    vocabulary_of,
-    with_defaults,
-    with_names,
-    within_vocabulary,
-)
-from .groups import Options, can_be_captured, check_pool, devices_of, groups_of
-from .processor import RowProcessor
+from .model import Options, Weights, can_be_captured, check_pool, devices_of, groups_of
+from .processor import SCHEDULERS, Cancelled, RowProcessor
 from .requests import Ranks
-from .scheduler import SCHEDULERS, Cancelled
-from .weights import Weights
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +36,7 @@ def settings(config: Any) -> str:
     each call's."""
     told = {name: value for name, value in sorted(vars(config).items()) if name != "max_new_tokens"}
     if isinstance(config, GenerationConfig):
-        told["eos_token_id"] = end_ids(config.eos_token_id)
+        told["eos_token_id"] = asked.end_ids(config.eos_token_id)
     return repr(told)
 
 
@@ -60,17 +46,13 @@ class RowManager(their_api.ContinuousBatchingManager):
     options: Options
 
     def __init__(
-        self,
-        model: Any,
-        generation_config: GenerationConfig,
-        continuous_batching_config: Any,
-        workload_hints: WorkloadHints | None = None,
+        self, model: Any, generation_config: Any, continuous_batching_config: Any, workload_hints: Any = None
     ) -> None:
         made_by = settings(generation_config), settings(continuous_batching_config)
-        config = with_defaults(continuous_batching_config, model.device)
-        check_generation(generation_config)
+        config = asked.with_defaults(continuous_batching_config, model.device)
+        asked.check_generation(generation_config)
         # A copy: logits processors are made for it, and the caller may change its own.
-        generation_config = within_vocabulary(copy.deepcopy(generation_config), vocabulary_of(model))
+        generation_config = asked.within_vocabulary(copy.deepcopy(generation_config), asked.vocabulary_of(model))
         self._processor: RowProcessor | None = None
         self._asleep: ExitStack | None = None  # what ends a sleep, while requests wait for that
         self._sleeping = threading.Lock()  # guards it
@@ -81,8 +63,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)
-            check_processors(self.logit_processor.logits_processor)
-            if compiles(config, self.model.config) and len(devices_of(self.groups)) > 1:
+            asked.check_processors(self.logit_processor.logits_processor)
+            if asked.compiles(config, self.model.config) and len(devices_of(self.groups)) > 1:
                 raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
             self._weights = Weights(model)
             resolved = self.continuous_batching_config
@@ -241,7 +223,7 @@ class RowManager(their_api.ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         self._weights.change()
         self._made_for = self._found()
-        create = with_names(
+        create = asked.with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=functools.partial(RowCache, self.options, self.groups, self._weights),
             ContinuousBatchProcessor=RowProcessor,
@@ -269,17 +251,13 @@ class RowManager(their_api.ContinuousBatchingManager):
                 self._wait_for_devices()
                 with self._pausing:
                     self._pauses -= 1
-                    if not self._pauses:
-                        self._take_back(processor)
-
-    def _take_back(self, processor: RowProcessor | None) -> None:
-        """Have the model again, which callers may have changed."""
-        self.model.eval()
-        borrow(self.model, self)
-        self._weights.change()
-        if processor is not None and self._made_for != (found := self._found()):
-            self._made_for = found
-            forget_graphs(processor.inputs_and_outputs)
+                    if not self._pauses:  # callers may have changed the model
+                        self.model.eval()
+                        borrow(self.model, self)
+                        self._weights.change()
+                        if processor is not None and self._made_for != (found := self._found()):
+                            self._made_for = found
+                            forget_graphs(processor.inputs_and_outputs)
 
     def _wait_for_devices(self) -> None:
         for device in devices_of(self.groups):
@@ -299,13 +277,13 @@ class RowManager(their_api.ContinuousBatchingManager):
         **kwargs: Any,
     ) -> str | None:
         """Add a request."""
-        ids = token_ids(input_ids, vocabulary_of(self.model))
+        ids = asked.token_ids(input_ids, asked.vocabulary_of(self.model))
         new = self._new_tokens(ids, max_new_tokens)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
         sampling = {name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
-        check_sampling(vocabulary_of(self.model), **sampling)
-        ends = end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+        asked.check_sampling(asked.vocabulary_of(self.model), **sampling)
+        ends = asked.end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
         name: str | None = super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
         if name is None and self.is_tp_driver:
             reason = self.background_thread_status.can_accept_new_requests()
@@ -318,7 +296,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         self, inputs: list[list[int]], max_new_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
         """Add requests, all or none. Errors are those of `add_request`."""
-        ids: list[list[int]] = [token_ids(each, vocabulary_of(self.model)) for each in inputs]
+        ids: list[list[int]] = [asked.token_ids(each, asked.vocabulary_of(self.model)) for each in inputs]
         for each in ids:
             self._new_tokens(each, max_new_tokens)
         names: list[str] = super().add_requests(ids, max_new_tokens, *args, **kwargs)
@@ -327,7 +305,7 @@ class RowManager(their_api.ContinuousBatchingManager):
     def _new_tokens(self, ids: list[int], wanted: int | None) -> int:
         """How many new tokens a request gets: see `check_length`."""
         wanted = self.generation_config.max_new_tokens if wanted is None else wanted
-        return check_length(self.options.max_seq_len, len(ids), wanted)
+        return asked.check_length(self.options.max_seq_len, len(ids), wanted)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request, but none of this name that is added later."""

@@ -20,7 +20,7 @@ import torch
 from ...cache import KVCache
 from ...errors import OutOfPagesError, OutOfRowsError, RankFailedError, UnsupportedError
 from ...sequence import Sequence
-from .weights import Weights
+from .model import Weights
 
 NO_ROOM = (OutOfPagesError, OutOfRowsError)
 FAILED = -float("inf")  # what a process that fails contributes to a minimum
@@ -110,7 +110,7 @@ class Requests:
         self._is_full, self._grown = False, set()
         known = ((name, held, self._requests.get(name)) for name, held in decoding)
         growing = {name: each for name, held, each in known if each and each.tokens == held}
-        _, has_room = self._ranks.attempt(partial(self._grow_together, [*growing.values()])) if growing else (1, 1)
+        _, has_room = self._ranks.attempt(partial(self._grow, [*growing.values()], 1)) if growing else (1, 1)
         for request in growing.values():
             if has_room:
                 request.tokens += 1
@@ -118,12 +118,14 @@ class Requests:
                 _shrink(request, request.tokens)
         self._grown = {*growing} if has_room else set()
 
-    def _grow_together(self, requests: list[Request]) -> bool:
+    def _grow(self, requests: list[Request], tokens: int) -> bool:
+        """Make room for so many more tokens in each request; returns whether there is."""
         with suppress(*NO_ROOM):
             for index, (cache, window) in enumerate(zip(self.caches, self._windows)):
                 sequences = [request.sequences[index] for request in requests]
-                _leave_window(sequences, window)
-                cache.extend(sequences, 1)
+                for each in sequences if window else ():  # one token more than the next attends to stays
+                    each.release_before(max(each.length - window, each.start))
+                cache.extend(sequences, tokens)
             return True
         return False
 
@@ -161,17 +163,13 @@ class Requests:
             return True
         if name not in self._requests and self.begin(name, expected) is None:
             return False
-        if self._make_room(name, held, tokens):
-            return True
-        if not held:
-            self.end(name)
-            allowed = [caches[0].available_pages for caches in self.pools]  # also while the driver refuses some
-            self._is_full = min(self._left(self.pages_missing(name, tokens), allowed)) < 0
-        return False
-
-    def _make_room(self, name: str, held: int, tokens: int) -> bool:
         request = self._requests[name]
-        here, has_room = self._ranks.attempt(partial(self._grow_here, request, held, tokens))
+
+        def grow() -> bool:
+            _shrink(request, held)  # the pages behind may be shared by now
+            return self._grow([request], tokens - request.sequences[0].length)
+
+        here, has_room = self._ranks.attempt(grow)
         if has_room:
             request.tokens = tokens
             return True
@@ -179,16 +177,10 @@ class Requests:
         request.tokens = min(request.tokens, held)
         if not here:
             self._is_refused |= all(map(operator.le, self.pages_missing(name, tokens), self._available()))
-        return False
-
-    def _grow_here(self, request: Request, held: int, tokens: int) -> bool:
-        with suppress(*NO_ROOM):
-            for sequence, window in zip(request.sequences, self._windows):
-                if sequence.length > held:
-                    sequence.truncate(held)  # the pages behind may be shared by now
-                _leave_window([sequence], window)
-                sequence.extend(tokens - sequence.length)
-            return True
+        if not held:
+            self.end(name)
+            allowed = [caches[0].available_pages for caches in self.pools]  # also while the driver refuses some
+            self._is_full = min(self._left(self.pages_missing(name, tokens), allowed)) < 0
         return False
 
     # ------------------------------------------------------------------ share
@@ -231,7 +223,8 @@ class Requests:
         """End a request, if there is one of this name."""
         if request := self._requests.pop(name, None):
             self._is_refused &= not any(each.length for each in request.sequences)
-            _free(request.sequences)
+            for each in request.sequences:
+                each.free()
 
     def end_all(self) -> None:
         """End all requests."""
@@ -307,12 +300,6 @@ class Requests:
         )
 
 
-def _leave_window(sequences: list[Sequence], window: int) -> None:
-    """Release the tokens that no later one attends to; one more than the next attends to stays."""
-    for each in sequences if window else ():
-        each.release_before(max(each.length - window, each.start))
-
-
 def _shrink(request: Request, tokens: int) -> None:
     """Have a request hold no more than so many tokens on rows."""
     for each in request.sequences:
@@ -327,10 +314,6 @@ def _all_or_none(makers: Iterable[Callable[[], Sequence]]) -> list[Sequence]:
         for make in makers:
             made.append(make())
         return made
-    _free(made)
-    return []
-
-
-def _free(sequences: list[Sequence]) -> None:
-    for each in sequences:
+    for each in made:
         each.free()
+    return []
