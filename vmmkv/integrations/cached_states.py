@@ -26,8 +26,6 @@ KNOWN_LAYERS = {
     "LinearAttentionAndSlidingWindowAttentionLayer", "LinearAttentionLayer",
 }  # fmt: skip
 """Cache layers in which nothing but K and V grows with the tokens. Others keep the keys of an indexer, or compress."""
-KINDS: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-"""Classes of models by the classes of their configs: first those of language models."""
 
 
 def cached_states(config: Mapping[str, Any] | object) -> list[tuple[int, int, int]] | None:
@@ -36,15 +34,17 @@ def cached_states(config: Mapping[str, Any] | object) -> list[tuple[int, int, in
     model_type = config.get("model_type") if isinstance(config, Mapping) else getattr(config, "model_type", None)
     kind = f"{model_type} of transformers {transformers.__version__}"
     try:
-        loaded = _load(config) if isinstance(config, Mapping) else config
-        found = _model(loaded) if isinstance(loaded, PreTrainedConfig) else None
-        layers = _run(*found) if found else None
+        if isinstance(config, Mapping):  # transformers completes it
+            known = str(model_type) in CONFIG_MAPPING
+            config = CONFIG_MAPPING[str(model_type)].from_dict(copy.deepcopy(dict(config))) if known else None
+        found = _model(config) if isinstance(config, PreTrainedConfig) else None
+        if found is None:
+            return None
+        layers = _run(*found)
     except LayoutError:
         raise
     except Exception as error:  # raised by the code of a config or a model
         raise LayoutError(f"{kind} does not run without weights: {type(error).__name__}: {error}") from error
-    if layers is None:
-        return None
     more = {type(layer).__name__ for layer in layers} - KNOWN_LAYERS
     if more:
         raise LayoutError(f"layers of {kind} keep more than K and V of each token: {', '.join(sorted(more))}")
@@ -55,20 +55,13 @@ def cached_states(config: Mapping[str, Any] | object) -> list[tuple[int, int, in
     return states
 
 
-def _load(config: Mapping[str, Any]) -> PreTrainedConfig | None:
-    """The config as transformers completes it; None for a type that transformers does not have."""
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        return None
-    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
-
-
 def _model(config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig] | None:
     """The class of the language model, or of the whole model where that has none of its own, and its config."""
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise LayoutError(f"{config.model_type} has an encoder, whose K and V do not grow with the tokens")
-    for kinds in KINDS:
+    by_config: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    for kinds in by_config:
         for part in (text, config):
             if type(part) in kinds:
                 model_class = kinds[type(part)]

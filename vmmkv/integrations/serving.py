@@ -21,7 +21,6 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakSet
 
 import anyio
 import torch
@@ -38,14 +37,6 @@ from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import (
-    CBGenerateManager,
-    CBStreamer,
-    GenerationState,
-    Modality,
-    _StreamError,
-    split_model_id,
-)
 
 from ..budget import parse_bytes
 from ..errors import ArgumentError, BudgetError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
@@ -138,7 +129,7 @@ def serve(
     return made
 
 
-class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
+class RowState(their_utils.GenerationState):  # type: ignore[misc, unused-ignore]
     """How requests are run: in batches on rows where transformers would batch them.
 
     Args:
@@ -155,18 +146,16 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             raise ArgumentError("got --no-continuous-batching, and only batches run on rows; leave it out")
         self._to_rows, self._make_pool = to_rows, make_pool
         self._pool: FramePool | None = None
-        self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
         self._has_ended = False
 
-    def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
+    def use_continuous_batching(self, model: PreTrainedModel, modality: their_utils.Modality) -> bool:
         """Says whether a model is batched, and puts it on rows if so."""
         if not super().use_continuous_batching(model, modality):
             return False
-        if model not in self._on_rows:
+        if "init_continuous_batching" not in vars(model):  # else it is on rows
             if self._make_pool and self._pool is None:
                 self._pool = self._make_pool(device=model.device)
             self._to_rows(model, pool=self._pool)
-            self._on_rows.add(model)
         return True
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
@@ -189,7 +178,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
                 self._pool.close()
 
 
-class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
+class RowGenerateManager(their_utils.CBGenerateManager):  # type: ignore[misc, unused-ignore]
     """Runs the requests of one model at a time in batches on rows. Requests get new names: clients choose
     `x-request-id`, and two clients may choose the same."""
 
@@ -227,11 +216,11 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         gen_config: GenerationConfig,
         request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
+    ) -> tuple[asyncio.Queue[Any], their_utils.CBStreamer]:
         """Starts a request: see `CBGenerateManager.generate_streaming`, which may lose the first tokens."""
         name, texts, loop = str(uuid.uuid4()), asyncio.Queue[Any](), asyncio.get_running_loop()
         tokenizer = getattr(processor, "tokenizer", processor).backend_tokenizer
-        streamer = CBStreamer(self._cb, name, tokenizer, loop, texts, response_parser=response_parser)
+        streamer = their_utils.CBStreamer(self._cb, name, tokenizer, loop, texts, response_parser=response_parser)
 
         def tell(output: Any) -> None:
             try:
@@ -240,7 +229,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
             except Exception as failed:  # a tokenizer or a parser failed; the client would wait for ever
                 error = str(failed)
             if error is not None:  # transformers puts the message into JSON as it is
-                texts.put_nowait(_StreamError(json.dumps(error)[1:-1]))
+                texts.put_nowait(their_utils._StreamError(json.dumps(error)[1:-1]))
             elif output.is_finished():
                 streamer.end()
 
@@ -326,7 +315,7 @@ def _build(models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
         except ValueError:  # a model of sound
             continue
         if state.use_continuous_batching(loaded.model, modality):
-            state.get_manager(split_model_id(name)[0], use_cb=True).init_cb(loaded.model, warm_up=True)
+            state.get_manager(their_utils.split_model_id(name)[0], use_cb=True).init_cb(loaded.model, warm_up=True)
     app = build_server(models, *handlers, **options)
     app.state.end = state.end
     app.add_exception_handler(VmmkvError, _refuse)
