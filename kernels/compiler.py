@@ -28,7 +28,7 @@ import llvmlite.ir as llvm
 import numpy as np
 import torch
 from numba import cuda, types
-from numba.cuda.core import config, ir
+from numba.cuda.core import config
 
 from .folders import cache_folder
 
@@ -303,22 +303,6 @@ def _announce(name: str, path: Path | None) -> None:
         _announced = time.monotonic()
 
 
-def _copy_scope(scope: ir.Scope, memo: dict[int, Any]) -> ir.Scope:
-    """A copy in which variables are added and renamed; the variables in it are the same.
-
-    Whatever Numba inlines it copies block by block, and with each block all variables of the function: of a kernel that
-    is most of the time that it compiles.
-    """
-    memo[id(scope)] = copied = ir.Scope(scope.parent, scope.loc)
-    copied.localvars._con.update(scope.localvars._con)
-    copied.redefined.update(scope.redefined)
-    copied.var_redefinitions.update({name: set(names) for name, names in scope.var_redefinitions.items()})
-    return copied
-
-
-ir.Scope.__deepcopy__ = _copy_scope
-
-
 def fields(structs: Structs) -> list[type]:
     """The types of the structs' fields, in order, and of those that are structs themselves."""
     kinds = [kind for each in structs for kind in get_type_hints(each).values()]
@@ -339,9 +323,12 @@ def _make(kind: type, values: Iterator[Any]) -> Any:
 
 def to_ptx(name: str, function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
     """Compiles a kernel, which gets a name."""
+    from .front_end import quick
+
     signature = types.void(*map(_type_of, structs))
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
-    ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
+    with quick():
+        ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
     # All that is used here is in PTX 8.6; the compiler's own version may be newer than the driver.
