@@ -185,16 +185,11 @@ def make_append(variant: AppendVariant) -> Any:
     most, advances = most_tokens(variant.k_vectors), variant.advances
     num_places = 2 * most
 
-    @inlined
-    def place_of_k(places: Any, index: int) -> int:
-        return places[index]
+    def make_move(first: int, vectors: int, head_vectors: int) -> Any:
+        return make_move_tokens(vectors, head_vectors, inlined(lambda places, index: places[first + index]))
 
-    @inlined
-    def place_of_v(places: Any, index: int) -> int:
-        return places[most + index]
-
-    move_k = make_move_tokens(variant.k_vectors, variant.k_head_vectors, place_of_k)
-    move_v = make_move_tokens(variant.v_vectors, variant.v_head_vectors, place_of_v)
+    move_k = make_move(0, variant.k_vectors, variant.k_head_vectors)
+    move_v = make_move(most, variant.v_vectors, variant.v_head_vectors)
 
     def kernel(at: AppendAddresses, shape: AppendShape) -> None:
         places = cuda.shared.array(num_places, int64)

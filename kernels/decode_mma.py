@@ -271,18 +271,13 @@ def make_put_results(variant: Variant, queries: Queries) -> Any:
 
     def make_put(last: int) -> Any:
         """For the octets up to one: a loop of so many steps is not unrolled, and then sums are not in registers."""
-        if last == 0:
-
-            @inlined
-            def put_first(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int) -> None:
-                put_octet(shared, sums, maxima, weights, warp, lane, 0)
-
-            return put_first
-        put_others = make_put(last - 1)
+        more = last > 0
+        put_others: Any = make_put(last - 1) if more else None
 
         @inlined
         def put_results(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int) -> None:
-            put_others(shared, sums, maxima, weights, warp, lane)
+            if more:
+                put_others(shared, sums, maxima, weights, warp, lane)
             put_octet(shared, sums, maxima, weights, warp, lane, last)
 
         return put_results
@@ -341,22 +336,9 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q.row, strides.q.token, mixed)
             held = take_queries(q_fragment, lifts, shared, Octet(kv_head, column), q, strides, warp, lane)
             attend(
-                sums,
-                maxima,
-                weights,
-                held,
-                lifts,
-                k,
-                v,
-                k_scales,
-                v_scales,
-                row,
-                piece,
-                token,
-                column,
-                given.scoring,
+                sums, maxima, weights, held, lifts, k, v, k_scales, v_scales, row, piece, token, column, given.scoring,
                 lane,
-            )
+            )  # fmt: skip
             put_results(shared, sums, maxima, weights, warp, lane)
             settle(shared, piece, share, bundles, given, thread)
             unit = piece.end

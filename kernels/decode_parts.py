@@ -275,11 +275,8 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * given.scoring.outer)
         scale = float32(0) if weights == float32(0) else reciprocal(weights)
-        to = (
-            at.out
-            + first_query(sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
-            + item % quarter * 8
-        )
+        to = at.out + first_query(sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
+        to += item % quarter * 8
         to += query // heads_per_kv * strides.out.token + head * strides.out.head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 

@@ -295,16 +295,11 @@ def tanh(x: float) -> float:
 def make_turn(dtype: torch.dtype) -> Any:
     """A function for kernels that rotates the numbers in a word, with their counterparts in another and a sign."""
     number = FORMATS[dtype]
-    pack, low, high = number.pack, number.low, number.high
+    pack, low, high, paired = number.pack, number.low, number.high, number.per_word == 2
 
     @inlined
-    def turn_single(x: int, y: int, cos: int, sin: int, sign: float) -> int:
-        return pack(fma(low(x), low(cos), sign * low(y) * low(sin)), float32(0))
+    def turn(x: int, y: int, cos: int, sin: int, sign: float) -> int:
+        first = fma(low(x), low(cos), sign * low(y) * low(sin))
+        return pack(first, fma(high(x), high(cos), sign * high(y) * high(sin)) if paired else float32(0))
 
-    @inlined
-    def turn_pair(x: int, y: int, cos: int, sin: int, sign: float) -> int:
-        return pack(
-            fma(low(x), low(cos), sign * low(y) * low(sin)), fma(high(x), high(cos), sign * high(y) * high(sin))
-        )
-
-    return turn_single if number.per_word == 1 else turn_pair
+    return turn

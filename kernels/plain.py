@@ -92,23 +92,9 @@ def make_unpack(dtype: torch.dtype) -> Any:
     """A function for kernels: the numbers in a word, as floats."""
     if dtype in EIGHT_BITS:
         first, second, third, fourth = EIGHT_BITS[dtype].numbers
-
-        @inlined
-        def unpack_four(word: int) -> tuple[float, float, float, float]:
-            return first(word), second(word), third(word), fourth(word)
-
-        return unpack_four
+        return inlined(lambda word: (first(word), second(word), third(word), fourth(word)))
     low, high = FORMATS[dtype].low, FORMATS[dtype].high
-
-    @inlined
-    def unpack_one(word: int) -> tuple[float]:
-        return (low(word),)
-
-    @inlined
-    def unpack_two(word: int) -> tuple[float, float]:
-        return low(word), high(word)
-
-    return unpack_two if dtype.itemsize == 2 else unpack_one
+    return inlined((lambda word: (low(word), high(word))) if dtype.itemsize == 2 else lambda word: (low(word),))
 
 
 def make_dot(dtype: torch.dtype, head_dim: int) -> Any:

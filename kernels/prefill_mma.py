@@ -196,12 +196,8 @@ def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]
 def make_attend(variant: Variant, work: Work) -> Any:
     """A function for kernels: attention of a block's queries to the keys that they see; called by all its threads."""
     head_dim, scaled = variant.head_dim, variant.kv_dtype is not None
-    warps, tile, pitch, shared = (
-        warps_of(head_dim),
-        tile_of(head_dim),
-        pitch_of(head_dim),
-        shared_of(head_dim, scaled),
-    )
+    warps, tile, pitch = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim)
+    shared = shared_of(head_dim, scaled)
     num_scores, num_sums, queries, threads = tile // 2, head_dim // 2, 16 * warps, 32 * warps
 
     keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)

@@ -21,10 +21,8 @@ if SIMULATED:
     from .simulator import current, warp_meets, warpgroup_meets
 
 LANES = np.arange(32)
-ROW, PAIR = (
-    LANES // 4,
-    LANES % 4,
-)  # of a lane in a tensor-core fragment: its row or column, and which two elements of it
+# Of a lane in a tensor-core fragment: its row or column, and which two elements of it.
+ROW, PAIR = LANES // 4, LANES % 4
 
 
 def _together(name: str, work_out: Any) -> Any:
