@@ -1,4 +1,4 @@
-"""What kernels are written with, and how they become loaded code: all that depends on Numba's internals.
+"""What kernels are written with, and how they become loaded code, by Numba's internals.
 
 `inlined` makes a Python function one for kernels. `instruction` makes a PTX instruction one: inline assembly on a GPU,
 Python of the same meaning in Numba's simulator. `Kernel` compiles a kernel to PTX for the device at hand and keeps the
