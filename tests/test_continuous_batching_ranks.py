@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from random import Random
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import Any
 from unittest import mock
 
@@ -69,8 +70,9 @@ class Half:
         with self.watched(), Served(self.model, safety_margin=0.0, **options) as served:
             yield served
             for cache in served.manager.batch_processor.cache.kv_caches:
+                while cache.stats().tokens and served.manager.is_running():  # the other process may be a step ahead
+                    sleep(0.01)
                 cache.check()
-                assert cache.stats().tokens == 0 or not served.manager.is_running()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
