@@ -12,13 +12,9 @@ from typing import Any
 
 METH_FASTCALL = 0x80
 SYMBOLS = (
-    "PyLong_AsLongLong",
-    "PyLong_FromLongLong",
-    "PyErr_Occurred",
-    "PyErr_SetString",
-    "PyEval_SaveThread",
+    "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred", "PyErr_SetString", "PyEval_SaveThread",
     "PyEval_RestoreThread",
-)
+)  # fmt: skip
 """Functions of CPython's stable interface."""
 
 

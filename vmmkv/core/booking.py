@@ -1,14 +1,14 @@
 """Booking: what a journal that was run has changed, and what of it was not done."""
 
 from ..compiled import entry, inner
-from ..driver.table import CREATE, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
+from ..driver.table import COPY, CREATE, FILL, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .access import ask_of, cache_of, extent_at, frame_in, pool_of, row_at, step_in
 from .codes import CHANGED, DONE, FAILED, RING, STALE
 from .frames import add_gain, add_mapping, book_map, book_unmap, push_free, settle_frame, stay
 from .pages import frame_at, put_frame
 from .rows import add_user, charge, queue_row, settle_row, track, use_tokens
 from .streams import fence_stream, order_stream
-from .tables import COPY, FILL, IN, LOST, OUT, STAGE, TAKEN_FRAME, UNSTAGE
+from .tables import IN, LOST, OUT, STAGE, TAKEN_FRAME, UNSTAGE
 
 WITHOUT_FRAME, WITHOUT_ACCESS = 1, 2
 """Reasons why a row is broken: the frame of a page is not mapped, or is mapped and cannot be accessed."""

@@ -1,6 +1,7 @@
 """Growing rows: inside mapped pages by one call, onto new pages by a journal."""
 
 from ..compiled import entry, inner
+from ..driver.table import COPY
 from .access import ask_of, cache_of, extent_at, pool_of, row_at, step_in, words_at
 from .booking import refuse, settle
 from .codes import BROKEN, CAPTURED, DEAD, DONE, NEEDS, NO_PAGES, NO_TOKEN, PART, RING, SUSPENDED, TOO_LONG, TWICE, WAIT
@@ -9,7 +10,7 @@ from .pages import page_of, pages_for, row_of
 from .reclaim import ALL, is_idle, supply
 from .rows import available, copies_of, grow_to, is_over, left_for, set_length, settle_row, use, use_tokens
 from .streams import is_captured, order_row
-from .tables import COPY, ROW_MASK
+from .tables import ROW_MASK
 
 
 @inner
@@ -266,7 +267,7 @@ def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copie
     for index in range(count):
         r, ordered = row_at(cache, tickets[index] & ROW_MASK), DONE
         if r.cut > r.length and not r.suspended:  # it is filled, and other streams may still read it
-            ordered = order_row(cache, tickets[index] & ROW_MASK, ask)
+            ordered = order_row(cache, tickets[index] & ROW_MASK, r.streams, 0, 0, ask)
         if ordered != DONE:
             return refuse(pool, ordered, ask)
     need = use_targets(cache, tickets_at, count, 1)

@@ -1,17 +1,16 @@
 """The journal: the driver calls of one change, in order, and how many of them are done."""
 
 from ..compiled import entry_without_lock, inner
-from ..compiled.native import call
 from ..driver.running import enter, meter, now
 from ..driver.running import leave as leave_context
 from ..driver.running import step as driver_step
-from ..driver.table import MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
-from .access import cache_of, driver_of, extent_at, frame_in, pool_of, range_at, row_at, step_in
+from ..driver.table import FILL, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
+from .access import cache_of, extent_at, frame_in, pool_of, range_at, row_at, step_in
 from .codes import STALE
 from .frames import leave, take
 from .pages import address_of, frame_at
 from .rows import place, recount, track
-from .tables import COPY, FILL, FRESH_KEY, IN, LENGTH, OUT, STAGE, UNSTAGE
+from .tables import FRESH_KEY, IN, LENGTH, OUT, STAGE, UNSTAGE
 
 
 @inner
@@ -183,14 +182,10 @@ def driver_kind(kind: int) -> int:
 @inner
 def make(pool: int, driver: int, index: int) -> int:
     """Makes the driver call of a step. Returns a status."""
-    s, d = step_in(pool, index), driver_of(driver)
-    if s.kind == FILL:
-        return call(d.fill, (s.address, s.other, s.nbytes, s.stream))
-    if s.kind == COPY:
-        return call(d.copy, (s.address, s.other, s.nbytes, s.stream))
+    s = step_in(pool, index)
     kind = driver_kind(s.kind)
     other = frame_in(pool, s.frame).handle if kind == MAP else s.other
-    return driver_step(driver, kind, s.address, s.nbytes, other)
+    return driver_step(driver, kind, s.address, s.nbytes, other, s.stream)
 
 
 @entry_without_lock

@@ -6,7 +6,7 @@ loses nothing. If one fails within the swap, the row is broken: its tokens are i
 """
 
 from ..compiled import entry, inner
-from ..driver.table import SET_ACCESS
+from ..driver.table import COPY, SET_ACCESS
 from .access import ask_of, cache_of, extent_at, frame_in, pool_of, row_at, step_in, words_at
 from .booking import WITHOUT_FRAME, refuse, settle
 from .codes import BROKEN, CAPTURED, CHANGED, DONE, GONE, NO_PAGES, WAIT
@@ -17,7 +17,7 @@ from .reclaim import ALL, is_idle, supply, supply_large
 from .rows import available, charge, copies_of, settle_row, track
 from .starting import CUT, note
 from .streams import fence_row, is_captured
-from .tables import COPY, IN, OUT, ROW_BITS, STAGE, UNSTAGE
+from .tables import IN, OUT, ROW_BITS, STAGE, UNSTAGE
 
 
 @entry

@@ -10,9 +10,10 @@ from ..compiled import inner
 from ..compiled.native import call
 from ..driver.running import enter, leave
 from .access import cache_of, driver_of, extent_at, pool_of, range_at, row_at
+from .codes import DONE
 from .journal import poison_of
 from .pages import address_of
-from .streams import fence_stream, hold_slot, is_captured, order_slots
+from .streams import fence_stream, is_captured, order
 
 
 @inner
@@ -22,11 +23,8 @@ def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
     p, r, status = pool_of(cache_of(cache).pool), row_at(cache, row), 0
     if first >= end or not poison_of(cache) or r.broken or r.suspended or is_captured(cache, row, ask):
         return
-    if enter(p.driver, ask):
+    if order(p.driver, 0, 0, r.slots, r.tick, r.stream, ask) != DONE or enter(p.driver, ask):
         return
-    if r.stream:
-        slot = hold_slot(p.driver, r.stream, 0, ask)
-        status = order_slots(p.driver, r.slots, r.tick, slot) if slot >= 0 else slot
     for part in range(cache_of(cache).ranges):
         e, record = extent_at(cache, row, part), range_at(cache, part).record
         begin, behind = max(first * record, max(e.shared, e.readonly, e.first) * p.page_size), end * record

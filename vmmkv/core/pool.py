@@ -31,7 +31,7 @@ from ..errors import (
     VmmkvError,
 )
 from . import codes, entries
-from .tables import ACCOUNT, ASK, COPY, FILL, FRAME, IN, OUT, POOL, STAGE, STEP, UNSTAGE
+from .tables import ACCOUNT, ASK, FRAME, IN, OUT, POOL, STAGE, STEP, UNSTAGE
 
 LARGE = 16
 """Pages of a large frame."""
@@ -42,7 +42,7 @@ TRIMMED = 1024
 WORDS = len(ASK.names or ())
 ASKED, AVAILABLE, SLOTS_AT, TICK, ROW_AT, FRESH, FRUGAL, CURRENT = range(SCRATCH, SCRATCH + 8)
 """Places in an `Ask`."""
-NAMES = dict(enumerate(STEPS)) | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map", FILL: "fill", COPY: "copy"}
+NAMES = dict(enumerate(STEPS)) | {STAGE: "map", UNSTAGE: "unmap", OUT: "unmap", IN: "map"}
 """By kind of a step: the function of the driver's table."""
 NORESERVE, CHUNK = 0x4000, 1 << 36
 _chunk: list[Any] = [b"", 0]

@@ -1,8 +1,6 @@
 """Finding frames: free ones, new ones within the budget, then surplus pages, the least recently used first."""
 
 from ..compiled import entry, inner
-from ..driver.running import enter
-from ..driver.running import leave as leave_context
 from ..driver.table import CREATE, RELEASE, UNMAP
 from .access import account_in, ask_of, cache_of, caches_of, extent_at, frame_in, pool_of, row_at, rows_of, step_in
 from .booking import settle
@@ -11,7 +9,7 @@ from .frames import is_gain, number, push_gained, take
 from .journal import begin, close_if_any, emit, plan_unmap
 from .pages import fit, frame_at, pages_for, span_at
 from .rows import link_old, unlink_old
-from .streams import pending_slots
+from .streams import unfinished
 from .tables import FRAME, RETIRED, SPARE
 
 MOST_WAITING = 64
@@ -24,12 +22,8 @@ FRAME_SIZE = FRAME.itemsize
 @inner
 def is_idle(cache: int, row: int, ask: int) -> int:
     """Whether the work on a row's surplus has finished. If not, its fence goes to `ask`, unless `ask` has one."""
-    r, a, driver = row_at(cache, row), ask_of(ask), pool_of(cache_of(cache).pool).driver
-    if r.slots == 0:
-        return 1
-    if enter(driver, ask) == 0:
-        r.slots = pending_slots(driver, r.slots, r.tick)
-        leave_context(driver, ask)
+    r, a = row_at(cache, row), ask_of(ask)
+    r.slots = unfinished(pool_of(cache_of(cache).pool).driver, r.slots, r.tick, ask)
     if r.slots and a.slots == 0:
         a.slots, a.tick = r.slots, r.tick
     return 1 if r.slots == 0 else 0

@@ -1,20 +1,18 @@
 """Frames in several rows: forks, and given frames in front of a new sequence."""
 
 from ..compiled import entry, inner
-from ..driver.running import enter
-from ..driver.running import leave as leave_context
-from ..driver.table import MAP, SET_READ_ACCESS
+from ..driver.table import COPY, MAP, SET_READ_ACCESS
 from .access import ask_of, cache_of, extent_at, frame_in, pool_of, range_at, row_at, step_in, words_at
 from .booking import refuse, settle
-from .codes import BROKEN, CAPTURED, DONE, FAILED, GONE, NO_PAGES, NO_TOKEN, WAIT
+from .codes import BROKEN, CAPTURED, DONE, GONE, NO_PAGES, NO_TOKEN, WAIT
 from .growth import larges_for
 from .journal import begin, close, emit_row, plan_length, plan_new, plan_unmap_all, use_source
 from .pages import active_row, address_of, fit, frame_at, mapped_pages, page_of, pages_with
 from .reclaim import ALL, is_idle, supply
 from .rows import add_user, available, is_over, recount, track, use, use_tokens
 from .starting import kept
-from .streams import hold_slot, is_captured, order_slots, record_slots
-from .tables import COPY, ROW_BITS, ROW_MASK
+from .streams import is_captured, name_stream, order_row
+from .tables import ROW_BITS, ROW_MASK
 
 
 @inner
@@ -35,28 +33,10 @@ def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
 @inner
 def follow(cache: int, source: int, row: int, ask: int) -> int:
     """Makes a row's stream wait for all work on the source row, and names that stream on a live source. Returns `DONE`,
-    `CAPTURED` or `FAILED`."""
-    driver, a, code = pool_of(cache_of(cache).pool).driver, ask_of(ask), DONE
+    `FULL`, `CAPTURED` or `FAILED`."""
     s, r = row_at(cache, source), row_at(cache, row)
-    if s.streams | s.slots | r.streams == 0:
-        return DONE
-    if is_captured(cache, row, ask):
-        return CAPTURED
-    if enter(driver, ask):
-        return FAILED
-    slots, tick = s.slots, s.tick
-    if s.streams & ~r.streams:
-        code = record_slots(driver, s.streams & ~r.streams, 0, ask)
-        slots, tick = slots | a.slots, max(tick, a.tick)
-    if code == DONE and r.stream:
-        slot = hold_slot(driver, r.stream, 0, ask)
-        if order_slots(driver, slots, tick, slot):
-            code = FAILED
-        elif s.owner and not s.streams >> slot & 1:
-            hold_slot(driver, r.stream, 1, ask)
-            s.streams |= 1 << slot
-    leave_context(driver, ask)
-    return code
+    code = order_row(cache, row, s.streams & ~r.streams, s.slots, s.tick, ask)
+    return name_stream(cache, source, r.stream, ask) if code == DONE and s.owner else code
 
 
 @inner

@@ -2,6 +2,7 @@
 
 from ..compiled import entry, inner
 from ..compiled.native import static, view
+from ..driver.fencing import let_slots, order_slots, pending_slots
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
 from .access import ask_of, cache_of, extent_at, pool_of, range_at, row_at, rows_of, words_at
@@ -12,7 +13,7 @@ from .pages import active_row, fit, mapped_pages, page_of, pages_for, pages_with
 from .poisoning import poison
 from .reclaim import is_idle
 from .rows import available, class_of, grow_to, is_over, queue_row, set_bounds, settle_row, unlink_old, use, use_tokens
-from .streams import fence_row, hold_slot, let_slots, order_slots, pending_slots, record_slots, stream_in
+from .streams import fence_row, hold_slot, order, stream_in
 from .tables import CLASSES, NOTE, NUM_CLASSES, RETIRED, ROW_BITS, VACANT_ROWS
 
 FREED, CUT = 1, 2
@@ -36,8 +37,23 @@ def is_near(cache: int, row: int, slot: int, ask: int) -> int:
     """Whether work on a stream comes behind all work on a row's surplus."""
     r, others = row_at(cache, row), ~(1 << slot if slot >= 0 else 0)
     if r.slots & others:
-        r.slots = pending_slots(pool_of(cache_of(cache).pool).driver, r.slots, r.tick)
+        r.slots = pending_slots(pool_of(cache_of(cache).pool).driver, r.slots, r.tick, ask)
     return 1 if r.slots & others == 0 else 0
+
+
+@inner
+def follow_surplus(cache: int, row: int, slot: int, ask: int) -> int:
+    """Makes the stream in a slot, -1 for none, wait for all work on a row's surplus. Returns `DONE`, `CAPTURED` where
+    it cannot wait for other streams, or `FAILED`. It needs the context."""
+    r, driver = row_at(cache, row), pool_of(cache_of(cache).pool).driver
+    if slot < 0 or is_near(cache, row, slot, ask):
+        return DONE
+    handle = stream_in(driver, slot).handle
+    if captured(driver, handle, ask):
+        return CAPTURED
+    a = ask_of(ask)
+    a.status = order_slots(driver, r.slots, r.tick, handle)
+    return FAILED if a.status else DONE
 
 
 @inner
@@ -141,17 +157,16 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
     `DONE`, `NEEDS` or `FAILED`. It needs the context."""
     c, a = cache_of(cache), ask_of(ask)
     a.row = row = find_row(cache, target, key, -2 - wanted, slot, ask) if wanted < 0 else wanted
-    r, driver = row_at(cache, max(row, 0)), pool_of(c.pool).driver
+    r = row_at(cache, max(row, 0))
     if row < 0 or r.busy or r.list == RETIRED:
         return NEEDS
     if r.list != VACANT_ROWS and (r.key != key or c.key_of_sequence):
         return NEEDS
-    if slot < 0 or is_near(cache, row, slot, ask):
-        return DONE
-    if captured(driver, stream_in(driver, slot).handle, ask):  # it cannot wait for other streams
+    code = follow_surplus(cache, row, slot, ask)
+    if code == CAPTURED:
         a.row = row_at(cache, c.num_rows + VACANT_ROWS).next
         return DONE if wanted < 0 and a.row < c.num_rows else NEEDS
-    return FAILED if order_slots(driver, r.slots, r.tick, slot) else DONE
+    return code
 
 
 @entry
@@ -170,11 +185,8 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
         slot = hold_slot(p.driver, handle, 1, ask)
         code = min(slot, DONE)
     r = row_at(cache, row)
-    if code == DONE and not is_near(cache, row, slot, ask) and slot >= 0:
-        if captured(p.driver, handle, ask):
-            code = CAPTURED
-        elif order_slots(p.driver, r.slots, r.tick, slot):
-            code = FAILED
+    if code == DONE:
+        code = follow_surplus(cache, row, slot, ask)
     leave_context(p.driver, ask)
     a.asked, a.available = p.used, available(cache)
     if code == DONE:
@@ -268,7 +280,7 @@ def disown(cache: int, row: int) -> None:
 def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
     """Ends sequences. Their fence covers all work so far on their streams and on the current one. Stale tickets are
     ignored. Returns `DONE`; or `CAPTURED`, `FULL` or `FAILED`, and no sequence has ended. It needs no lock."""
-    a, tickets, slots, found, own_slot = ask_of(ask), words_at(tickets_at, count), 0, 0, 0
+    a, tickets, slots, found = ask_of(ask), words_at(tickets_at, count), 0, 0
     p = pool_of(cache_of(cache).pool)
     if p.dead:
         return DEAD
@@ -279,23 +291,17 @@ def free(cache: int, tickets_at: int, count: int, handle: int, ask: int) -> int:
             found += 1
     if found == 0:
         return DONE
-    if slots or handle:
-        if enter(p.driver, ask):
-            return FAILED
-        code = hold_slot(p.driver, handle, 0, ask) if handle else 0
-        if code >= 0:
-            own_slot = 1 << code if handle else 0
-            code = record_slots(p.driver, slots | own_slot, handle, ask)
-        leave_context(p.driver, ask)
-        if code < 0:
-            return code
+    code = order(p.driver, slots, handle, 0, 0, 0, ask)
+    if code != DONE:
+        return code
+    own_slot, tick = 1 << hold_slot(p.driver, handle, 0, ask) if handle else 0, a.tick
     for index in range(count):
         row = row_of(cache, tickets[index])
         if row >= 0:
             r = row_at(cache, row)
             if slots | own_slot:
                 r.slots |= r.streams | own_slot
-                r.tick = a.tick
+                r.tick = tick
             poison(cache, row, r.start, 0 if cache_of(cache).guest else r.length, ask)
             disown(cache, row)
     return DONE

@@ -7,14 +7,13 @@ lie; the row's fence covers the copy.
 from ..compiled import entry, inner
 from ..compiled.native import call
 from ..driver.running import enter, leave
+from ..driver.table import COPY
 from .access import ask_of, cache_of, driver_of, extent_at, frame_in, pool_of, row_at, step_in, words_at
 from .booking import settle
 from .codes import DONE, FAILED, NO_TOKEN, PART
 from .journal import begin, close, emit_row
 from .pages import active_row, address_of, frame_at, page_of
-from .streams import fence_stream
-from .suspending import order_behind, order_own
-from .tables import COPY
+from .streams import fence_stream, order_behind, order_row
 
 
 @inner
@@ -57,15 +56,14 @@ def copy_frames(
                 and has(cache, row, part, pages[first - 1], frames[first - 1])
             ):
                 first -= 1
-            if enter(p.driver, ask):
-                return FAILED
-            status, code = 0, order_behind(cache, row, handle, ask)
-            if code == DONE:
-                copy, nbytes = driver_of(p.driver).copy, (last + 1 - first) * p.page_size
-                status = call(copy, (hosts[first], address_of(cache, row, part, pages[first]), nbytes, handle))
-            leave(p.driver, ask)
+            code = order_behind(cache, row, handle, ask)
             if code != DONE:
                 return code
+            if enter(p.driver, ask):
+                return FAILED
+            copy, nbytes = driver_of(p.driver).copy, (last + 1 - first) * p.page_size
+            status = call(copy, (hosts[first], address_of(cache, row, part, pages[first]), nbytes, handle))
+            leave(p.driver, ask)
             fence_stream(cache, row, handle, ask)
             if status:
                 a.status = status
@@ -99,7 +97,7 @@ def plan_load(
         e = extent_at(cache, row, part)
         if page_of(cache, part, first) < max(e.shared, e.readonly):
             return PART
-    code = order_own(cache, row, slots, tick, ask)
+    code = order_row(cache, row, 0, slots, tick, ask)
     if code != DONE:
         return code
     begin(pool)

@@ -5,14 +5,11 @@ from typing import Any
 
 from ..compiled import accessor, entry, inner
 from ..compiled.native import call, view
-from ..driver.fencing import FULL as NO_SLOT
-from ..driver.fencing import SLOTS, STREAM, put, slot_for, wait_event
-from ..driver.fencing import ask as ask_slot
-from ..driver.running import CAPTURED as IS_CAPTURED
-from ..driver.running import WORD, captured, enter, leave
+from ..driver.fencing import SLOTS, STREAM, let_slots, order_slots, pending_slots, record_slots, slot_for
+from ..driver.running import WORD, either_captured, enter, leave
 from ..driver.table import STATUS
 from .access import ask_of, cache_of, driver_of, pool_of, row_at
-from .codes import CAPTURED, DONE, FAILED, FULL
+from .codes import CAPTURED, DONE, FAILED
 from .pages import row_of
 
 
@@ -24,110 +21,78 @@ def stream_in(driver: int, slot: int) -> Any:
 
 @inner
 def hold_slot(driver: int, handle: int, users: int, ask: int) -> int:
-    """Names a stream: returns its slot, `FULL`, or `FAILED`. It needs the context."""
-    found = NO_SLOT
-    for slot in range(SLOTS):
-        if stream_in(driver, slot).handle == handle:
-            found = slot
-            break
-    if found == NO_SLOT:
-        found = slot_for(driver, handle)
-    if found == NO_SLOT:
-        return FULL
-    if users and stream_in(driver, found).users == 0:
-        ask_of(ask).fresh = found + 1
-    stream_in(driver, found).users += users
-    return found
+    """Names a stream: returns its slot, or `FULL`. It needs the context."""
+    slot = slot_for(driver, handle)
+    if users and slot >= 0:
+        if stream_in(driver, slot).users == 0:
+            ask_of(ask).fresh = slot + 1
+        stream_in(driver, slot).users += users
+    return slot
 
 
 @inner
-def let_slots(driver: int, slots: int) -> None:
-    """Releases slots that a row has named."""
-    for slot in range(SLOTS):
-        if slots >> slot & 1:
-            stream_in(driver, slot).users -= 1
-
-
-@inner
-def record_slots(driver: int, slots: int, current: int, ask: int) -> int:
-    """Records an event on each of the streams, unless one of them or the current one is captured. Returns `DONE`,
-    `CAPTURED` or `FAILED`; the tick and the slots go to `ask`. It needs the context."""
-    d, a, status = driver_of(driver), ask_of(ask), 0
-    a.slots, a.tick = slots, d.tick
-    if slots == 0:
+def order(driver: int, streams: int, first: int, slots: int, tick: int, handle: int, ask: int) -> int:
+    """Records an event on streams, by slot, and on the stream `first`; and makes later work on the stream `handle` wait
+    for these events, and for a fence. 0 is no stream. The fence of all that goes to `ask`. Returns `DONE`, `FULL`,
+    `CAPTURED` where one of the recorded streams is, or `FAILED`."""
+    a, code = ask_of(ask), 0
+    a.slots, a.tick = slots, tick
+    if streams == 0 and first == 0 and (slots == 0 or handle == 0):
         return DONE
-    if current:
-        status = captured(driver, current, ask)
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and status == 0 and stream_in(driver, slot).handle != current:
-            status = captured(driver, stream_in(driver, slot).handle, ask)
-    if status == 0:
-        d.tick += 1
-        a.tick = d.tick
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and status == 0:
-            status = put(driver, slot, a.tick, ask)
-    a.status = status
-    return DONE if status == 0 else CAPTURED if status == IS_CAPTURED else FAILED
+    if enter(driver, ask):
+        return FAILED
+    if first:
+        code = slot_for(driver, first)
+        streams |= 1 << max(code, 0)
+    if code >= 0:
+        code = record_slots(driver, streams, first, ask)
+    if code >= 0:
+        a.slots, a.tick, code = slots | streams, max(tick, code), DONE
+        a.status = order_slots(driver, a.slots, a.tick, handle) if handle else 0
+        code = FAILED if a.status else DONE
+    leave(driver, ask)
+    return code
 
 
 @inner
-def pending_slots(driver: int, slots: int, tick: int) -> int:
-    """The slots of a fence whose work has not finished. It needs the context."""
-    left = 0
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and ask_slot(driver, slot, tick):
-            left |= 1 << slot
-    return left
-
-
-@inner
-def order_slots(driver: int, slots: int, tick: int, slot: int) -> int:
-    """Makes later work on a slot's stream wait for a fence. Returns a status. It needs the context."""
-    status = 0
-    for other in range(SLOTS):
-        if slots >> other & 1 and other != slot and status == 0:
-            status = wait_event(driver, stream_in(driver, slot).handle, other, tick)
-    return status
-
-
-@inner
-def add_fence(cache: int, row: int, ask: int) -> None:
-    """Adds the fence in `ask` to that of a row."""
-    r, a = row_at(cache, row), ask_of(ask)
-    r.slots, r.tick = r.slots | a.slots, max(r.tick, a.tick)
+def unfinished(driver: int, slots: int, tick: int, ask: int) -> int:
+    """The slots of a fence whose work has not finished."""
+    if slots and enter(driver, ask) == 0:
+        slots = pending_slots(driver, slots, tick, ask)
+        leave(driver, ask)
+    return slots
 
 
 @inner
 def fence_row(cache: int, row: int, ask: int) -> int:
     """Puts the work that was submitted to a row's streams into its fence. Returns `DONE`, `CAPTURED` or `FAILED`."""
-    driver, streams = pool_of(cache_of(cache).pool).driver, row_at(cache, row).streams
-    if streams == 0:
-        return DONE
-    if enter(driver, ask):
-        return FAILED
-    code = record_slots(driver, streams, 0, ask)
-    leave(driver, ask)
+    r, a = row_at(cache, row), ask_of(ask)
+    code = order(pool_of(cache_of(cache).pool).driver, r.streams, 0, r.slots, r.tick, 0, ask)
     if code == DONE:
-        add_fence(cache, row, ask)
+        r.slots, r.tick = a.slots, a.tick
     return code
 
 
 @inner
-def order_row(cache: int, row: int, ask: int) -> int:
-    """Makes later work on a sequence's own stream wait for all work so far on the streams that it names. Returns
-    `DONE`, `CAPTURED` or `FAILED`. The row's fence stays: a plan that is made again must not wait for this one."""
-    driver, r, a, status = pool_of(cache_of(cache).pool).driver, row_at(cache, row), ask_of(ask), 0
+def order_row(cache: int, row: int, streams: int, slots: int, tick: int, ask: int) -> int:
+    """Makes later work on a sequence's own stream wait for all work so far on streams, by slot, for the row's fence,
+    and for another. Returns `DONE`, `CAPTURED` or `FAILED`. The row's fence stays: a plan that is made again must not
+    wait for this one."""
+    r, driver = row_at(cache, row), pool_of(cache_of(cache).pool).driver
     if r.stream == 0:
         return DONE
-    if enter(driver, ask):
-        return FAILED
-    code, slot = record_slots(driver, r.streams, 0, ask), hold_slot(driver, r.stream, 0, ask)
-    if code == DONE and slot >= 0:
-        status = order_slots(driver, a.slots, a.tick, slot) | order_slots(driver, r.slots, r.tick, slot)
-    leave(driver, ask)
-    a.slots = 0
-    return FAILED if status or slot < 0 else code
+    if is_captured(cache, row, ask):
+        return CAPTURED
+    code = order(driver, streams, 0, r.slots | slots, max(r.tick, tick), r.stream, ask)
+    ask_of(ask).slots = 0
+    return code
+
+
+@inner
+def order_behind(cache: int, row: int, handle: int, ask: int) -> int:
+    """Makes a stream wait for all work on a row, and on the current stream. Returns what `order` does."""
+    r = row_at(cache, row)
+    return order(pool_of(cache_of(cache).pool).driver, r.streams, ask_of(ask).current, r.slots, r.tick, handle, ask)
 
 
 @inner
@@ -146,14 +111,9 @@ def wait_for_all(driver: int, ask: int) -> None:
 def fence_stream(cache: int, row: int, stream: int, ask: int) -> None:
     """Puts the work that was submitted to a stream into a row's fence, also where the row has another sequence by now,
     or none. If that fails, waits for the work."""
-    driver = pool_of(cache_of(cache).pool).driver
-    if stream == 0 or enter(driver, ask):
-        return
-    slot = hold_slot(driver, stream, 0, ask)
-    code = record_slots(driver, 1 << slot, 0, ask) if slot >= 0 else slot
-    leave(driver, ask)
-    if code == DONE:
-        add_fence(cache, row, ask)
+    driver, r, a = pool_of(cache_of(cache).pool).driver, row_at(cache, row), ask_of(ask)
+    if order(driver, 0, stream, r.slots, r.tick, 0, ask) == DONE:
+        r.slots, r.tick = a.slots, a.tick
     else:
         wait_for_all(driver, ask)
 
@@ -161,36 +121,27 @@ def fence_stream(cache: int, row: int, stream: int, ask: int) -> None:
 @inner
 def order_stream(driver: int, first: int, stream: int, ask: int) -> None:
     """Makes later work on a stream wait for all work so far on another, `first`. If that fails, waits for the work."""
-    if stream in (first, 0) or first == 0 or enter(driver, ask):
-        return
-    slot, status = hold_slot(driver, first, 0, ask), 1
-    if slot >= 0 and record_slots(driver, 1 << slot, 0, ask) == DONE:
-        status = wait_event(driver, stream, slot, ask_of(ask).tick)
-    leave(driver, ask)
-    if status:
+    if stream not in (first, 0) and first and order(driver, 0, first, 0, 0, stream, ask) != DONE:
         wait_for_all(driver, ask)
 
 
 @inner
 def is_captured(cache: int, row: int, ask: int) -> int:
     """Whether a graph is being captured on a row's own stream, or on the caller's."""
-    driver, stream, current = pool_of(cache_of(cache).pool).driver, row_at(cache, row).stream, ask_of(ask).current
+    driver, stream = pool_of(cache_of(cache).pool).driver, row_at(cache, row).stream
     if stream == 0 or enter(driver, ask):
         return 0
-    status = captured(driver, current, ask) if current else 0
-    if status == 0 and stream != current:
-        status = captured(driver, stream, ask)
+    status = either_captured(driver, ask_of(ask).current, stream, ask)
     leave(driver, ask)
-    return 1 if status == IS_CAPTURED else 0
+    return 1 if status == CAPTURED else 0
 
 
-@entry
-def record_stream(cache: int, ticket: int, handle: int, ask: int) -> int:
-    """Names a stream that uses a sequence. Returns `DONE`, `GONE`, `FULL` or `FAILED`."""
-    row = row_of(cache, ticket)
-    if row < 0 or handle == 0:
-        return row if row < 0 else DONE
+@inner
+def name_stream(cache: int, row: int, handle: int, ask: int) -> int:
+    """Names a stream that uses a row. Returns `DONE`, `FULL` or `FAILED`."""
     driver, r = pool_of(cache_of(cache).pool).driver, row_at(cache, row)
+    if handle == 0:
+        return DONE
     if enter(driver, ask):
         return FAILED
     slot = hold_slot(driver, handle, 1, ask)
@@ -201,3 +152,10 @@ def record_stream(cache: int, ticket: int, handle: int, ask: int) -> int:
         let_slots(driver, 1 << slot)
     r.streams |= 1 << slot
     return DONE
+
+
+@entry
+def record_stream(cache: int, ticket: int, handle: int, ask: int) -> int:
+    """Names a stream that uses a sequence. Returns `DONE`, `GONE`, `FULL` or `FAILED`."""
+    row = row_of(cache, ticket)
+    return row if row < 0 else name_stream(cache, row, handle, ask)

@@ -6,41 +6,20 @@ are gone, and queues copies on the sequence's own stream. Pages that nothing has
 still, and stay as they are, also those that other rows share.
 """
 
-from ..compiled import entry, inner
+from ..compiled import entry
 from ..compiled.native import call
 from ..driver.running import enter, leave
 from .access import ask_of, cache_of, driver_of, pool_of, row_at, words_at
 from .booking import refuse, settle
-from .codes import BROKEN, CAPTURED, CHANGED, DONE, FAILED, WAIT
+from .codes import BROKEN, CHANGED, DONE, FAILED, WAIT
 from .growth import begin_at, plan_targets
 from .journal import begin, plan_unmap_all
 from .pages import active_row, address_of, row_of
 from .reclaim import is_idle
 from .rows import recount, set_bounds, settle_row, use_tokens
 from .starting import CUT, note
-from .streams import fence_stream, hold_slot, is_captured, order_slots, record_slots
+from .streams import fence_stream, order_behind, order_row
 from .tables import INTACT, LOST
-
-
-@inner
-def order_behind(cache: int, row: int, handle: int, ask: int) -> int:
-    """Makes a stream wait for all work on a row, and on the current stream. Returns `DONE`, `FULL`, `CAPTURED` or
-    `FAILED`. It needs the context."""
-    driver, a, r = pool_of(cache_of(cache).pool).driver, ask_of(ask), row_at(cache, row)
-    streams = r.streams
-    if a.current:
-        current = hold_slot(driver, a.current, 0, ask)
-        if current < 0:
-            return current
-        streams |= 1 << current
-    code = record_slots(driver, streams, a.current, ask)
-    if code != DONE or handle == 0:
-        return code
-    slot = hold_slot(driver, handle, 0, ask)
-    if slot < 0:
-        return slot
-    a.status = order_slots(driver, streams | r.slots, max(a.tick, r.tick), slot)
-    return FAILED if a.status else DONE
 
 
 @entry
@@ -66,17 +45,16 @@ def plan_suspend(
         return BROKEN
     if r.start != start or r.length != length:
         return CHANGED
+    code = order_behind(cache, row, handle, ask)
+    if code != DONE:
+        return code
     if enter(driver, ask):
         return FAILED
-    code = order_behind(cache, row, handle, ask)
-    a.slots = 0
     for index in range(copies):
-        if code == DONE and status == 0:
+        if status == 0:
             source = address_of(cache, row, copy[index, 0], 0) + copy[index, 1]
             status = call(driver_of(driver).copy, (copy[index, 3], source, copy[index, 2], handle))
     leave(driver, ask)
-    if code != DONE:
-        return code
     fence_stream(cache, row, handle, ask)
     if status:
         a.status = status
@@ -108,7 +86,7 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
         return DONE
     if r.suspended == LOST and not is_idle(cache, row, ask):
         return WAIT
-    code = order_own(cache, row, 0, 0, ask)
+    code = order_row(cache, row, 0, 0, 0, ask)
     if code != DONE:
         return code
     begin(pool)
@@ -125,20 +103,3 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
         use_tokens(cache, row, 0)
         settle_row(cache, row)
     return code
-
-
-@inner
-def order_own(cache: int, row: int, slots: int, tick: int, ask: int) -> int:
-    """Makes a row's stream wait for its fence and another. Returns `DONE`, `FULL`, `CAPTURED` or `FAILED`."""
-    driver, a, r = pool_of(cache_of(cache).pool).driver, ask_of(ask), row_at(cache, row)
-    if r.stream == 0:
-        return DONE
-    if is_captured(cache, row, ask):
-        return CAPTURED
-    if enter(driver, ask):
-        return FAILED
-    slot = hold_slot(driver, r.stream, 0, ask)
-    status = order_slots(driver, r.slots | slots, max(r.tick, tick), slot) if slot >= 0 else 0
-    leave(driver, ask)
-    a.status = status
-    return slot if slot < 0 else FAILED if status else DONE

@@ -92,7 +92,7 @@ are; then parked rows by size."""
 NUM_CLASSES = 44
 LISTS = CLASSES + NUM_CLASSES
 
-FILL, COPY, LENGTH, STAGE, UNSTAGE, OUT, IN = range(20, 27)
+LENGTH, STAGE, UNSTAGE, OUT, IN = range(20, 25)
 """Kinds of steps beside the driver's (`vmmkv.driver.table`). `LENGTH` makes no call: it is a row's length after the
 commit. `STAGE` maps a frame in the staging range, `UNSTAGE` unmaps it. `OUT` and `IN` put another frame under pages of
 a row."""

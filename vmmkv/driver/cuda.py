@@ -21,20 +21,11 @@ OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 LOST = {
     getattr(cu.CUresult, f"CUDA_ERROR_{name}")
     for name in (
-        "ILLEGAL_ADDRESS",
-        "LAUNCH_TIMEOUT",
-        "CONTEXT_IS_DESTROYED",
-        "ASSERT",
-        "HARDWARE_STACK_ERROR",
-        "ILLEGAL_INSTRUCTION",
-        "MISALIGNED_ADDRESS",
-        "INVALID_ADDRESS_SPACE",
-        "INVALID_PC",
-        "LAUNCH_FAILED",
-        "ECC_UNCORRECTABLE",
-        "DEINITIALIZED",
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT", "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED",
+        "ECC_UNCORRECTABLE", "DEINITIALIZED",
     )
-}
+}  # fmt: skip
 """After these a context never works again."""
 NAMES = {
     "reserve": "cuMemAddressReserve",

@@ -6,7 +6,7 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NewType
 
 import numpy as np
@@ -16,10 +16,12 @@ from ..compiled.code import address_of, keep
 from ..errors import DeviceError, DriverError, ForkError, LayoutError, StreamCaptureError
 from . import entries
 from .fencing import EVENTS, SLOTS, STREAM
-from .running import CAPTURED, COPY, FILL
+from .running import CAPTURED
 from .table import (
+    COPY,
     CREATE,
     DRIVER,
+    FILL,
     FORKED,
     FREE,
     MAP,
@@ -28,15 +30,14 @@ from .table import (
     SCRATCH,
     SET_ACCESS,
     SET_READ_ACCESS,
-    STATUS,
     UNMAP,
-)
+)  # fmt: skip
 
 Handle = NewType("Handle", int)
 """Physical memory of a page, or of several side by side, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
-STEPS = "unmap", "map", "set_access", "create", "release", "reserve", "set_access", "free", "wait_for"
+STEPS = ["unmap", "map", "set_access", "create", "release", "set_access", "reserve", "free", "wait_for", "fill", "copy"]
 """By kind of a step: the function of the table."""
 
 
@@ -117,11 +118,18 @@ class Driver:
         """Takes away what is mapped in a range, whole pieces; where nothing is mapped it stays so."""
         self.make_step(UNMAP, address, nbytes)
 
-    def make_step(self, kind: int, address: int, nbytes: int = 0, other: int = 0, detail: str = "") -> None:
-        """Makes one call (see `vmmkv.driver.running`), without the interpreter's lock. Raises `DriverError`."""
-        step, (scratch, at) = array("q", [kind, address, nbytes, other]), new_scratch()
-        if not entries.run(self.address, step.buffer_info()[0], 1, 0, at):
-            raise self.error(STEPS[kind], scratch[STATUS], detail)
+    def make_step(
+        self, kind: int, address: int, nbytes: int = 0, other: int = 0, detail: str = "", streams: Sequence[Any] = ()
+    ) -> None:
+        """Makes one call (see `vmmkv.driver.running`), without the interpreter's lock; `streams` are the current one,
+        and the one that work is queued on. Raises `DriverError`, or `StreamCaptureError` where one is captured."""
+        _scratch, at = new_scratch()
+        handles = map(handle_of, streams or (None, None))
+        status = entries.make(self.address, kind, address, nbytes, other, *handles, at)
+        if status == CAPTURED:
+            raise self.captured(STEPS[kind], *streams)
+        if status:
+            raise self.error(STEPS[kind], status, detail)
 
     # -------------------------------------------------------------- streams
 
@@ -139,22 +147,16 @@ class Driver:
 
     def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
         """Sets bytes, in the order of a stream."""
-        self._queue("fill", FILL, address, value, nbytes, stream)
+        self._queue(FILL, address, nbytes, value, stream)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: Any = None) -> None:
         """Copies bytes between ranges that do not overlap, of which one may be pinned host memory, in the order of a
         stream, or of the current one. Raises what `fill` does."""
-        self._queue("copy", COPY, destination, source, nbytes, stream)
+        self._queue(COPY, destination, nbytes, source, stream)
 
-    def _queue(self, name: str, kind: int, address: int, other: int, nbytes: int, stream: Any) -> None:
+    def _queue(self, kind: int, address: int, nbytes: int, other: int, stream: Any) -> None:
         current = self.current_stream()
-        handles = handle_of(current if stream is None else stream), handle_of(current)
-        _scratch, at = new_scratch()
-        status = entries.queue(self.address, kind, address, other, nbytes, *handles, at)
-        if status == CAPTURED:
-            raise self.captured(name, current, stream)
-        if status:
-            raise self.error(name, status)
+        self.make_step(kind, address, nbytes, other, "", (current, current if stream is None else stream))
 
     def synchronize(self) -> None:
         """Waits for all work on the device. Captures of other threads go on undisturbed."""

@@ -84,6 +84,15 @@ def slot_for(driver: int, handle: int) -> int:
 
 
 @inner
+def let_slots(driver: int, slots: int) -> None:
+    """Takes a user from each of the slots."""
+    streams = view(view(driver, 1, DRIVER)[0].streams_at, SLOTS, STREAM)
+    for slot in range(SLOTS):
+        if slots >> slot & 1:
+            streams[slot].users -= 1
+
+
+@inner
 def put(driver: int, slot: int, tick: int, scratch: int) -> int:
     """Records an event on a slot's stream, and puts it into the ring. Returns a status. It needs the context."""
     d = view(driver, 1, DRIVER)[0]
@@ -118,62 +127,90 @@ def wait_event(driver: int, stream: int, slot: int, tick: int) -> int:
     return call(d.wait, (stream, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0)) if place >= 0 else 0
 
 
+@inner
+def record_slots(driver: int, slots: int, current: int, scratch: int) -> int:
+    """Records an event on the stream of each slot, unless one of them or the current one is captured. Returns the tick,
+    or 0 for no slots; `CAPTURED`, and the scratch has the stream's handle; or `FAILED`. It needs the context."""
+    d, words = view(driver, 1, DRIVER)[0], view(scratch, SCRATCH, np.int64)
+    streams, handle = view(d.streams_at, SLOTS, STREAM), current
+    status = captured(driver, current, scratch) if slots and current else 0
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and status == 0 and streams[slot].handle != current:
+            handle = streams[slot].handle
+            status = captured(driver, handle, scratch)
+    tick = d.tick + 1 if slots else 0
+    if slots and status == 0:
+        d.tick = tick
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and status == 0:
+            status = put(driver, slot, tick, scratch)
+    words[STATUS] = handle if status == CAPTURED else status
+    return tick if status == 0 else CAPTURED if status == CAPTURED else FAILED
+
+
+@inner
+def pending_slots(driver: int, slots: int, tick: int, scratch: int) -> int:
+    """The slots of a fence whose work has not finished. The scratch has the status of a query that has failed, or 0. It
+    needs the context."""
+    left, words = 0, view(scratch, SCRATCH, np.int64)
+    words[STATUS] = 0
+    for slot in range(SLOTS):
+        if slots >> slot & 1:
+            status = ask(driver, slot, tick)
+            left |= 1 << slot if status else 0
+            words[STATUS] = status if status and status != NOT_READY else words[STATUS]
+    return left
+
+
+@inner
+def order_slots(driver: int, slots: int, tick: int, stream: int) -> int:
+    """Makes later work on a stream wait for a fence. Returns a status. It needs the context."""
+    d, status = view(driver, 1, DRIVER)[0], 0
+    for slot in range(SLOTS):
+        if slots >> slot & 1 and status == 0 and view(d.streams_at, SLOTS, STREAM)[slot].handle != stream:
+            status = wait_event(driver, stream, slot, tick)
+    return status
+
+
 @entry
 def record(driver: int, streams: int, count: int, current: int, scratch: int) -> int:
     """Records an event on each of `count` streams, behind all work that was submitted to them so far. The words at
-    `streams` are their handles, and become their slots.
-
-    Returns the tick; or `CAPTURED` where one of these streams, or the current one, is captured, of which the scratch
-    has the handle; or `FULL` where more streams than there are slots have work under way; or `FAILED`.
-    """
-    d, words = view(driver, 1, DRIVER)[0], view(streams, count, np.int64)
-    status = enter(driver, scratch)
-    if status:
-        view(scratch, SCRATCH, np.int64)[STATUS] = status
+    `streams` are their handles, and become their slots. Returns what `record_slots` does; or `FULL` where more streams
+    than there are slots have work under way."""
+    d, words, slots, code = view(driver, 1, DRIVER)[0], view(streams, count, np.int64), 0, 0
+    if enter(driver, scratch):
         return FAILED
-    handle, status = current, captured(driver, current, scratch)
     for index in range(count):
-        if status == 0 and words[index] != current:
-            handle = words[index]
-            status = captured(driver, handle, scratch)
-    tick = d.tick + 1
-    if status == 0:
-        d.tick = tick
-    for index in range(count):
-        if status == 0:
-            words[index] = slot_for(driver, words[index])
-            status = FULL if words[index] == FULL else put(driver, words[index], tick, scratch)
+        if code >= 0:
+            code = slot_for(driver, words[index])
+        if code >= 0:
+            words[index] = code
+            slots |= 1 << code
+            view(d.streams_at, SLOTS, STREAM)[code].users += 1  # so that the next stream does not get the slot
+    if code >= 0:
+        code = record_slots(driver, slots, current, scratch)
+    let_slots(driver, slots)
     leave(driver, scratch)
-    view(scratch, SCRATCH, np.int64)[STATUS] = handle if status == CAPTURED else status
-    if status == 0:
-        return tick
-    return status if status in (CAPTURED, FULL) else FAILED
+    return code
 
 
 @entry
 def pending(driver: int, slots: int, tick: int, scratch: int) -> int:
     """Which of a fence's streams have not come so far, as bits of their slots; or `FAILED`. Does not wait."""
-    left, status = 0, enter(driver, scratch)
-    if status == 0:
-        for slot in range(SLOTS):
-            if slots >> slot & 1 and (status == 0 or status == NOT_READY):
-                status = ask(driver, slot, tick)
-                left |= (1 << slot) if status else 0
-        leave(driver, scratch)
-    view(scratch, SCRATCH, np.int64)[STATUS] = status
-    return left if status == 0 or status == NOT_READY else FAILED
+    if enter(driver, scratch):
+        return FAILED
+    left = pending_slots(driver, slots, tick, scratch)
+    leave(driver, scratch)
+    return FAILED if view(scratch, SCRATCH, np.int64)[STATUS] else left
 
 
 @entry
 def order(driver: int, slots: int, tick: int, stream: int, scratch: int) -> int:
     """Makes work that is submitted to a stream from now on wait for a fence; the host goes on. Returns a status."""
     status = enter(driver, scratch)
-    if status:
-        return status
-    for slot in range(SLOTS):
-        if slots >> slot & 1 and status == 0:
-            status = wait_event(driver, stream, slot, tick)
-    leave(driver, scratch)
+    if status == 0:
+        status = order_slots(driver, slots, tick, stream)
+        leave(driver, scratch)
     return status
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..stats import CallStats
 
-NAMES = ("unmap", "map", "set_access", "create", "release", "reserve")
+NAMES = ("unmap", "map", "set_access", "create", "release")
 """By number of a kind of steps (`vmmkv.driver.table`)."""
 
 

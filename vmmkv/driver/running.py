@@ -7,8 +7,10 @@ from ..compiled.native import call, view
 from .table import (
     CAPTURED_IMPLICITLY,
     CELL,
+    COPY,
     CREATE,
     DRIVER,
+    FILL,
     FREE,
     MAP,
     MODE,
@@ -23,23 +25,25 @@ from .table import (
     UNMAP,
     VACANT,
     WAIT_FOR,
-)
+)  # fmt: skip
 
 MONOTONIC, RELAXED, WORD = 1, 2, 8
 CAPTURED = -3
 """Why nothing was queued: a CUDA graph is being captured."""
-FILL, COPY = 0, 1
 
 
 @inner
 def enter(driver: int, scratch: int) -> int:
-    """Makes the device's context current, and the capture mode relaxed, until `leave`. Returns a status."""
+    """Makes the device's context current, and the capture mode relaxed, until `leave` with the same scratch. The two are
+    not nested. Returns a status, which the scratch has, too, unless it is 0."""
     d = view(driver, 1, DRIVER)[0]
     status = call(d.push, (d.context,))
-    if status == 0:
-        view(scratch, SCRATCH, np.int64)[MODE] = RELAXED
-        call(d.capture_mode, (scratch + MODE * WORD,))
-    return status
+    if status:
+        view(scratch, SCRATCH, np.int64)[STATUS] = status
+        return status
+    view(scratch, SCRATCH, np.int64)[MODE] = RELAXED
+    call(d.capture_mode, (scratch + MODE * WORD,))
+    return 0
 
 
 @inner
@@ -59,10 +63,15 @@ def now(driver: int, scratch: int) -> int:
 
 
 @inner
-def step(driver: int, kind: int, address: int, nbytes: int, other: int) -> int:
+def step(driver: int, kind: int, address: int, nbytes: int, other: int, stream: int) -> int:
     """Makes one call. `create` and `release` write to `other` words from `address` on, or read from the first;
-    `reserve` writes to the word there, and `other` is the alignment."""
+    `reserve` writes to the word there, and `other` is the alignment. A fill has a value, a copy its source as `other`,
+    and both are queued on a stream."""
     d = view(driver, 1, DRIVER)[0]
+    if kind == FILL:
+        return call(d.fill, (address, other, nbytes, stream))
+    if kind == COPY:
+        return call(d.copy, (address, other, nbytes, stream))
     if kind == UNMAP:
         return call(d.unmap, (address, nbytes))
     if kind == MAP:
@@ -97,32 +106,6 @@ def meter(spent: int, kind: int, calls: int, nanoseconds: int) -> None:
         place[1] += nanoseconds
 
 
-@entry_without_lock
-def run(driver: int, steps: int, count: int, spent: int, scratch: int) -> int:
-    """Makes steps of four numbers each (kind, address, bytes, and one more) until one fails; returns how many were
-    made. The status goes to the scratch; calls and nanoseconds by kind are added at `spent`, unless that is 0: the
-    clock is read once for a run of one kind."""
-    table, status_of = view(steps, (count, 4), np.int64), view(scratch, SCRATCH, np.int64)
-    status = enter(driver, scratch)
-    status_of[STATUS] = status
-    if status:
-        return 0
-    done, start = 0, now(driver, scratch)
-    while done < count and status == 0:
-        kind = table[done, 0]
-        status = step(driver, kind, table[done, 1], table[done, 2], table[done, 3])
-        if status == 0:
-            meter(spent, kind, 1, 0)
-            done += 1
-        if status or done == count or table[done, 0] != kind:
-            time = now(driver, scratch)
-            meter(spent, kind, 0, time - start)
-            start = time
-    leave(driver, scratch)
-    status_of[STATUS] = status
-    return done
-
-
 @inner
 def captured(driver: int, stream: int, scratch: int) -> int:
     """`CAPTURED` if a graph is being captured on a stream, else a status. It needs the context."""
@@ -134,24 +117,24 @@ def captured(driver: int, stream: int, scratch: int) -> int:
     return status
 
 
+@inner
+def either_captured(driver: int, current: int, stream: int, scratch: int) -> int:
+    """`CAPTURED` if a graph is being captured on one of two streams, else a status. 0 is no stream. It needs the
+    context."""
+    status = captured(driver, current, scratch) if current else 0
+    return captured(driver, stream, scratch) if status == 0 and stream not in (0, current) else status
+
+
 @entry_without_lock
-def queue(
-    driver: int, kind: int, address: int, other: int, nbytes: int, stream: int, current: int, scratch: int
-) -> int:
-    """Queues a fill with a value, or a copy from an address, on a stream, unless it or the current one is captured.
-    Returns a status, or `CAPTURED`."""
-    d = view(driver, 1, DRIVER)[0]
+def make(driver: int, kind: int, address: int, nbytes: int, other: int, current: int, stream: int, scratch: int) -> int:
+    """Makes one call, as `step` does, unless the current stream or the stream is captured; 0 is none. Returns a status,
+    or `CAPTURED`."""
     status = enter(driver, scratch)
-    if status:
-        return status
-    status = captured(driver, current, scratch)
-    if status == 0 and stream != current:
-        status = captured(driver, stream, scratch)
-    if status == 0 and kind == FILL:
-        status = call(d.fill, (address, other, nbytes, stream))
-    elif status == 0:
-        status = call(d.copy, (address, other, nbytes, stream))
-    leave(driver, scratch)
+    if status == 0:
+        status = either_captured(driver, current, stream, scratch)
+        if status == 0:
+            status = step(driver, kind, address, nbytes, other, stream)
+        leave(driver, scratch)
     return status
 
 

@@ -5,13 +5,12 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import ask_of, cache_of, extent_at, pool_of, row_at
-from ..core.codes import BROKEN, DEAD, DONE, FAILED, GONE
+from ..core.codes import BROKEN, DEAD, DONE, GONE
 from ..core.guests import reference
 from ..core.pages import frame_at, row_of
 from ..core.rows import settle_row, track
-from ..core.streams import pending_slots, record_slots
+from ..core.streams import order, unfinished
 from ..core.tables import ROW_BITS
-from ..driver.running import enter, leave
 from .holders import hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, page_of, split, tidy, use_path, walk
 from .order import arrange
@@ -68,13 +67,10 @@ def fence_writes(tree: int, row: int, ask: int) -> int:
     driver = pool_of(cache_of(t.cache).pool).driver
     if streams == 0:
         return DONE
-    if enter(driver, ask):
-        return FAILED
-    code = record_slots(driver, streams, 0, ask)
+    t.slots = unfinished(driver, t.slots, t.tick, ask)
+    code = order(driver, streams, 0, t.slots, t.tick, 0, ask)
     if code == DONE:
-        pending = pending_slots(driver, t.slots, t.tick) if t.slots else 0
-        t.slots, t.tick = pending | a.slots, max(t.tick, a.tick)
-    leave(driver, ask)
+        t.slots, t.tick = a.slots, a.tick
     return code
 
 

@@ -6,13 +6,11 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import cache_of, extent_at, pool_of, row_at
 from ..core.booking import settle
-from ..core.codes import DONE, FAILED, GONE, RING
+from ..core.codes import DONE, GONE, RING
 from ..core.pages import row_of
 from ..core.sharing import next_list, plan_share
-from ..core.streams import pending_slots
-from ..core.suspending import order_own
+from ..core.streams import order_row, unfinished
 from ..core.tables import ROW_BITS
-from ..driver.running import enter, leave
 from .holders import cut_row, hold_row, holder_below, read_notes, set_end, tokens_of
 from .nodes import node_with, page_of, split, use_path, walk
 from .tables import (
@@ -229,20 +227,6 @@ def shared_pages(tree: int, key: int, ids_at: int, count: int, found: int) -> in
     return shared
 
 
-@inner
-def follow_writes(tree: int, row: int, ask: int) -> int:
-    """Makes a row's stream wait for the work that has written what is held. Returns `DONE`, `FULL`, `CAPTURED` or
-    `FAILED`."""
-    t, driver = tree_of(tree), pool_of(cache_of(tree_of(tree).cache).pool).driver
-    if t.slots == 0 or row_at(t.cache, row).stream == 0:
-        return DONE
-    if enter(driver, ask):
-        return FAILED
-    t.slots = pending_slots(driver, t.slots, t.tick)
-    leave(driver, ask)
-    return order_own(t.cache, row, t.slots, t.tick, ask) if t.slots else DONE
-
-
 @entry
 def plan_hit(
     tree: int, ticket: int, key: int, ids_at: int, count: int, length: int, expected: int, over: int, found: int,
@@ -263,7 +247,8 @@ def plan_hit(
     if node == 0:
         return DONE
     f.action = SHARE
-    code = follow_writes(tree, row, ask)
+    t.slots = unfinished(pool_of(cache_of(t.cache).pool).driver, t.slots, t.tick, ask)
+    code = order_row(t.cache, row, 0, t.slots, t.tick, ask) if t.slots else DONE
     if code != DONE:
         return code
     given, whole = f.last << ROW_BITS | f.row if f.row >= 0 else -1, max(length, f.tokens)
