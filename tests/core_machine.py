@@ -21,7 +21,7 @@ from simulated_device import SimulatedDevice, Stream
 
 from vmmkv.core import entries
 from vmmkv.core.cache import Cache
-from vmmkv.core.check import check, table_entry
+from vmmkv.core.check import check
 from vmmkv.core.pool import Ask, Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.core.tables import NOTE
@@ -236,7 +236,7 @@ class Machine:
                     e = cache.extents[row * len(cache.ranges) + part]
                     base = int(g["address"]) + row * int(g["row_pages"]) * self.pool.driver.page_size
                     for page in range(int(e["first"]), int(e["mapped"])):
-                        number = table_entry(cache, part, row, page) - 1
+                        number = int(cache.tables[part][row, page]) - 1
                         mapped[base + page * self.pool.driver.page_size] = int(self.pool.frames[number]["handle"])
         places = self.device.mapped.items()
         really = {place: handle for place, handle in places if not any(place in each for each in self.staging())}

@@ -12,7 +12,7 @@ from faulty import FaultyDriver
 
 from vmmkv.core import entries
 from vmmkv.core.cache import Cache
-from vmmkv.core.check import check, table_entry
+from vmmkv.core.check import check
 from vmmkv.core.pool import LARGE, Ask, Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import Driver
@@ -88,7 +88,7 @@ def check_mapped(pool: Pool, driver: FaultyDriver, *caches: Cache) -> None:
             for part in range(len(cache.ranges)):
                 e = cache.extents[row * len(cache.ranges) + part]
                 for page in range(int(e["first"]), int(e["mapped"])):
-                    frame = pool.frames[table_entry(cache, part, row, page) - 1]
+                    frame = pool.frames[int(cache.tables[part][row, page]) - 1]
                     said[token_at(cache, row, part, 0)[0] + page * size] = int(frame["handle"])
     staging = range(pool.staging, pool.staging + LARGE * size)
     assert said == {place: handle for place, handle in driver.mapped.items() if place not in staging}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -40,12 +39,7 @@ def mapped_rows(cache: Cache) -> Iterator[tuple[int, int]]:
 
 def frames_on(cache: Cache, row: int, part: int, first: int, end: int) -> Ints:
     """The frames on pages of a row, one for each page."""
-    if first >= end:
-        return np.empty(0, np.int64)
-    bounds = cache.ranges[part]
-    address = int(bounds["pages_at"]) + 4 * (row * int(bounds["row_pages"]) + first)
-    pages = np.ctypeslib.as_array((ctypes.c_int32 * (end - first)).from_address(address))
-    return pages.astype(np.int64) - 1
+    return cache.tables[part][row, first:end].astype(np.int64) - 1
 
 
 def frames_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple[int, Ints]:

@@ -80,6 +80,8 @@ class Cache:
         self.addresses: list[Addresses] = []
         """Those of the ranges."""
         self.is_closed = False
+        self.tables: list[np.ndarray[Any, np.dtype[np.int32]]] = []
+        """The page table of each range: by row and page a frame + 1."""
         self.ranges = zeros(len(records), RANGE)
         for part, nbytes in zip(self.ranges, records):
             row_pages = -(-(max_seq_len + overread) * nbytes // size)
@@ -87,7 +89,8 @@ class Cache:
             pages = max_sequences * row_pages
             part["record"], part["row_pages"] = nbytes, row_pages
             self.addresses.append(Addresses(pool.driver, pages * size))
-            part["address"], part["pages_at"] = self.addresses[-1].start, at(zeros(pages, np.dtype(np.int32)))
+            self.tables.append(zeros(pages, np.dtype(np.int32)).reshape(max_sequences, row_pages))
+            part["address"], part["pages_at"] = self.addresses[-1].start, at(self.tables[-1])
         self.rows = zeros(max_sequences + LISTS, ROW)
         self.extents = zeros(max_sequences * len(records), EXTENT)
         self.state = record(

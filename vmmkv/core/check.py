@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +55,8 @@ def check_frames(pool: Pool, found: Found, held: Counter[int]) -> None:
     """Checks frames, and the stacks of free ones."""
     state, frames = pool.state[0], pool.frames
     staged = {int(state["staged"]) - 1} if state["staged"] else set()
-    free, gone = stack(state, "small") + stack(state, "larges"), stack(state, "unmade")
+    small, larges, gone = (pool.stacks[name][: state[name]].tolist() for name in ("small", "larges", "unmade"))
+    free = small + larges
     expect(len(set(free + gone)) == len(free + gone), "a frame is on two stacks, or twice on one")
     created = 0
     for number in range(int(state["fresh"])):
@@ -75,12 +75,6 @@ def check_frames(pool: Pool, found: Found, held: Counter[int]) -> None:
         expect(frame["pages"] in (1, LARGE), f"{where} has {frame['pages']} pages")
     expect(created == state["created"], f"created is {state['created']}, and by the frames {created}")
     expect(created + state["leased"] <= state["budget"] or state["used"] <= state["budget"], "more than the budget")
-
-
-def stack(state: Any, name: str) -> list[int]:
-    """The frames on a stack."""
-    count = int(state[name])
-    return np.frombuffer(ctypes.string_at(int(state[f"{name}_at"]), 8 * count), np.int64).tolist()
 
 
 def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
@@ -108,7 +102,7 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
             expect(e["use_end"] >= needed if is_used else e["use_end"] == 0, f"{where}: tokens on no used page")
             page = int(e["first"])
             while page < e["mapped"]:
-                number = table_entry(cache, index, row, page) - 1
+                number = int(cache.tables[index][row, page]) - 1
                 expect(number >= 0, f"{where}: page {page} is not mapped")
                 frame = pool.frames[number]
                 found.refs[number] += 1
@@ -134,13 +128,6 @@ def row_text(cache: Cache, row: int, index: int) -> str:
     """The state of a row, for messages."""
     e, r = cache.extents[row * len(cache.ranges) + index], cache.rows[row]
     return f"{dict(zip(e.dtype.names, e.tolist()))}, length {r['length']}, start {r['start']}, owner {r['owner']}"
-
-
-def table_entry(cache: Cache, part: int, row: int, page: int) -> int:
-    """An entry of a page table: a frame + 1."""
-    g = cache.ranges[part]
-    place = int(g["pages_at"]) + 4 * (row * int(g["row_pages"]) + page)
-    return ctypes.c_int32.from_address(place).value
 
 
 def check_lists(cache: Cache) -> None:

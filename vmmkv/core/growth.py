@@ -42,27 +42,24 @@ def look(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
 
 
 @inner
-def grow_inside(cache: int, tickets_at: int, count: int) -> int:
-    """Sets rows to their targets, if all targets lie in ready pages. Returns `DONE`, `RING` or `NEEDS`."""
-    tickets, ring, uses_more = words_at(tickets_at, count), 0, 0
-    for index in range(count):
+def grow_inside(cache: int, tickets_at: int, count: int, found: int) -> int:
+    """Sets rows to their targets, if all targets lie in ready pages. `found` is what `look` has returned. Returns
+    `DONE`, `RING` or `NEEDS`."""
+    tickets, ring, needing = words_at(tickets_at, count), 0, count if found == NEEDS else 0
+    for index in range(needing):
         r = row_at(cache, tickets[index] & ROW_MASK)
         if r.target > r.capacity:
             return NEEDS
-    for index in range(count):
+    for index in range(needing):
         r = row_at(cache, tickets[index] & ROW_MASK)
         if r.target > r.room:
             use_tokens(cache, tickets[index] & ROW_MASK, r.target)
-            uses_more = 1
-    if uses_more and is_over(cache):
+    if needing and is_over(cache):
         unuse_targets(cache, tickets_at, count)
         return NEEDS
     for index in range(count):
         row = tickets[index] & ROW_MASK
-        is_onto_pages = row_at(cache, row).target > row_at(cache, row).room
         ring |= set_length(cache, row, row_at(cache, row).target)
-        if is_onto_pages:
-            settle_row(cache, row)
     return RING if ring else DONE
 
 
@@ -71,16 +68,7 @@ def grow(cache: int, tickets_at: int, count: int, each: int, counts_at: int, ask
     """Makes room for `each` more tokens in sequences, or for `counts` where `each` is negative, if no page has to be
     mapped. Returns `DONE`, `RING`, `NEEDS`, or a reason. It needs no lock."""
     code = look(cache, tickets_at, count, each, counts_at, ask)
-    if code == NEEDS:
-        return grow_inside(cache, tickets_at, count)
-    if code != DONE:
-        return code
-    tickets, ring = words_at(tickets_at, count), 0
-    for index in range(count):
-        row = tickets[index] & ROW_MASK
-        if row_at(cache, row).target > row_at(cache, row).length:
-            ring |= set_length(cache, row, row_at(cache, row).target)
-    return RING if ring else DONE
+    return grow_inside(cache, tickets_at, count, code) if code in (DONE, NEEDS) else code
 
 
 @entry
@@ -181,7 +169,7 @@ def plan_growth(cache: int, tickets_at: int, count: int, each: int, counts_at: i
         if r.length or not 0 <= words_at(starts_at, count)[index] <= r.target:
             return NO_TOKEN
     if not starts_at:
-        inside = grow_inside(cache, tickets_at, count)
+        inside = grow_inside(cache, tickets_at, count, code)
         if inside != NEEDS:
             return inside
     for index in range(count):

@@ -37,6 +37,8 @@ LARGE = 16
 """Pages of a large frame."""
 SLOTS = 256
 """Caches and accounts that a pool may have at a time."""
+STACKS = "small", "larges", "unmade", "gained", "gained_large"
+"""Tables of frames by what they are free for."""
 TRIMMED = 1024
 """Pages that one change of `trim` gives back."""
 WORDS = len(ASK.names or ())
@@ -98,12 +100,9 @@ class Pool:
         """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
         capacity = 2 * self.most + 64
         self.frames, self.accounts = zeros(capacity, FRAME), zeros(SLOTS, ACCOUNT)
-        self.steps = journal(6 * capacity)
+        self.steps = zeros(6 * capacity, STEP)
         self.caches = zeros(SLOTS, np.dtype(np.int64))
-        stacks = {
-            f"{name}_at": at(zeros(capacity, np.dtype(np.int64)))
-            for name in ("small", "larges", "unmade", "gained", "gained_large")
-        }
+        self.stacks = {name: zeros(capacity, np.dtype(np.int64)) for name in STACKS}
         self.staging = driver.reserve(LARGE * driver.page_size)
         self.state = record(
             POOL, driver=driver.address, page_size=driver.page_size, large=LARGE, capacity=capacity, budget=pages,
@@ -111,7 +110,7 @@ class Pool:
             caches=SLOTS, steps_at=at(self.steps), max_steps=len(self.steps), serial=codes.RING,
             run_scratch=at(zeros(SCRATCH, np.dtype(np.int64))), spent=self.meter.spent.ctypes.data,
             spent_ahead=self.ahead_meter.spent.ctypes.data, staging=self.staging, asleep=1,
-            poison=0xFF if poison else 0, **stacks,
+            poison=0xFF if poison else 0, **{f"{name}_at": at(each) for name, each in self.stacks.items()},
         )  # fmt: skip
         self.address = self.state.ctypes.data
         keep(self.meter.spent, self.ahead_meter.spent)
@@ -336,7 +335,6 @@ class Pool:
         with self.lock:
             self.is_open = False
         _pools.discard(self)
-        _journals.setdefault(len(self.steps), []).append(self.steps)
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""
@@ -378,15 +376,6 @@ def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         _chunk[1] += nbytes
     keep(array_of)
     return array_of
-
-
-def journal(steps: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """A table of steps: one that a pool has left, or a new one. It is most of the addresses that a pool takes."""
-    left = _journals.get(steps)
-    try:
-        return left.pop() if left else zeros(steps, STEP)
-    except IndexError:  # another thread has taken it
-        return zeros(steps, STEP)
 
 
 def at(array_of: np.ndarray[Any, Any]) -> int:
@@ -444,8 +433,6 @@ def _leave_to_parent() -> None:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-_journals: dict[int, list[np.ndarray[Any, np.dtype[Any]]]] = {}
-"""By length: tables of steps that pools have left."""
 _with_unclosed: set[Pool] = set()
 """Pools with caches that could not be closed. Nothing else may hold them."""
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -7,11 +7,11 @@ one row's bytes are kept aside, some pages at a time.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from ..driver.fence import wait_for_device
@@ -101,11 +101,6 @@ class Reordering:
         extent = self.cache.extents[row * len(self.parts) + part]
         return int(extent["use_first"]), int(extent["use_end"])
 
-    def frames(self, row: int, part: int, first: int, end: int) -> list[int]:
-        """What lies on pages of a row."""
-        place = int(self.cache.ranges[part]["pages_at"]) + 4 * (row * self.parts[part][2] + first)
-        return list((ctypes.c_int32 * (end - first)).from_address(place))
-
     def part(self, moves: dict[int, int]) -> dict[int, list[int]]:
         """Has rows that are to change have pages of their own; returns the first of these in each range. Pages in
         front of it are those of the other row. To part rows can end that others have the same pages."""
@@ -123,8 +118,9 @@ class Reordering:
         for part, (_, record, _) in enumerate(self.parts):
             first, end = start * record // self.size, min(self.used(source, part)[1], self.used(row, part)[1])
             end = max(first, min(end, before * record // self.size) if before < length else end)
-            pairs = zip(self.frames(row, part, first, end), self.frames(source, part, first, end))
-            pages.append(first + next((index for index, (one, other) in enumerate(pairs) if one != other), end - first))
+            table = self.cache.tables[part]
+            others = np.flatnonzero(table[row, first:end] != table[source, first:end])
+            pages.append(first + int(others[0]) if len(others) else end)
         return pages
 
     def copies(self, moves: dict[int, int], pages: dict[int, list[int]], aside: int) -> list[int]:

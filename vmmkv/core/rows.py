@@ -236,11 +236,14 @@ def queue_row(cache: int, row: int) -> int:
 
 @inner
 def set_length(cache: int, row: int, length: int) -> int:
-    """Sets the length of a row that has room for it. Returns whether the mapper is to be woken."""
+    """Sets the length of a row that uses the pages of its tokens. Returns whether the mapper is to be woken."""
     r = row_at(cache, row)
     cache_of(cache).tokens += length - r.length
     r.length = length
-    return queue_row(cache, row) if length > r.ahead_at else 0
+    ring = queue_row(cache, row) if length > r.ahead_at else 0
+    if length > r.room:
+        settle_row(cache, row)
+    return ring
 
 
 @inner
@@ -264,7 +267,4 @@ def grow_to(cache: int, row: int, target: int) -> int:
         if is_over(cache):
             use_tokens(cache, row, r.length)
             return NEEDS
-    ring = set_length(cache, row, target)
-    if target > r.room:
-        settle_row(cache, row)
-    return RING if ring else DONE
+    return RING if set_length(cache, row, target) else DONE

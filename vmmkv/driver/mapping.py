@@ -1,7 +1,7 @@
 """The host's memory system, compiled: pages of a memfd, put under addresses by `mmap`, by the contract of `table`.
 
-A handle is the address of a piece of the file: where it lies, and its size. Pieces that were released keep their places
-in the file, and are found again by their sizes. A status is the C library's `errno`. No Python runs under a lock.
+A handle is the address of a piece of the file: where it lies, and its size. The file is sparse, and places in it are not
+used again. A status is the C library's `errno`. No Python runs under a lock.
 """
 
 import numpy as np
@@ -12,16 +12,16 @@ from .table import FORKED
 
 MUTEX = ("mutex", np.int64, 8)
 """Zeros make a `pthread_mutex_t`."""
-FILE = np.dtype([MUTEX, *((name, np.int64) for name in ("fd", "end", "released"))])
-"""A memfd: its length, and a list of pieces that were released."""
-PIECE = np.dtype([(name, np.int64) for name in ("file", "offset", "nbytes", "next")])
+FILE = np.dtype([MUTEX, *((name, np.int64) for name in ("fd", "end"))])
+"""A memfd, and the end of the last piece of it."""
+PIECE = np.dtype([(name, np.int64) for name in ("file", "offset", "nbytes")])
 PIECE_SIZE = PIECE.itemsize
 
 _mmap, _munmap, _mprotect = c_function("mmap", 6), c_function("munmap", 2), c_function("mprotect", 3)
 _madvise, _fallocate = c_function("madvise", 3), c_function("fallocate", 4)
 _posix_fallocate = c_function("posix_fallocate", 3)
 _memset, _memmove = c_function("memset", 3), c_function("memmove", 3)
-_malloc = c_function("malloc", 1)
+_malloc, _free = c_function("malloc", 1), c_function("free", 1)
 _lock, _unlock = c_function("pthread_mutex_lock", 1), c_function("pthread_mutex_unlock", 1)
 
 NOTHING = 0x22 | 0x4000
@@ -31,8 +31,6 @@ PUNCH_HOLE, DONTFORK = 0x03, 10
 """FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE; and what keeps a page from forked children."""
 INTERRUPTED = 4
 """EINTR."""
-LOOKED_AT = 8
-"""Released pieces that are looked at for one of the right size: there are few sizes."""
 
 
 @inner
@@ -78,52 +76,20 @@ def host_free(address: int, nbytes: int) -> int:
     return failed(_munmap(address, nbytes))
 
 
-@inner
-def released_piece(file: int, nbytes: int) -> int:
-    """Takes a piece of a size off the list of released ones; 0 if there is none. It needs the file's lock."""
-    f, before, looked = view(file, 1, FILE)[0], 0, 0
-    piece = f.released
-    while piece and looked < LOOKED_AT:
-        p = view(piece, 1, PIECE)[0]
-        if p.nbytes == nbytes:
-            if before:
-                view(before, 1, PIECE)[0].next = p.next
-            else:
-                f.released = p.next
-            return piece
-        before, piece, looked = piece, p.next, looked + 1
-    return 0
-
-
-@inner
-def give_back(piece: int) -> None:
-    """Puts a piece on the list of released ones."""
-    p = view(piece, 1, PIECE)[0]
-    f = view(p.file, 1, FILE)[0]
-    _lock(p.file)
-    p.next = f.released
-    f.released = piece
-    _unlock(p.file)
-
-
 @entry_without_lock
 def host_create(out: int, nbytes: int, file: int, _: int) -> int:
     """Takes the memory now: a page that is only promised would kill the process when written."""
-    f = view(file, 1, FILE)[0]
-    _lock(file)
-    piece = released_piece(file, nbytes)
-    if piece == 0:
-        piece = _malloc(PIECE_SIZE)
-        new = view(piece, 1, PIECE)[0]
-        new.file, new.offset, new.nbytes = file, f.end, nbytes
-        f.end += nbytes
-    _unlock(file)
+    f, piece = view(file, 1, FILE)[0], _malloc(PIECE_SIZE)
     p = view(piece, 1, PIECE)[0]
+    _lock(file)
+    p.file, p.offset, p.nbytes = file, f.end, nbytes
+    f.end += nbytes
+    _unlock(file)
     status = INTERRUPTED
     while status == INTERRUPTED:  # by a signal; Python looks at it later
         status = _posix_fallocate(f.fd, p.offset, nbytes) & 0xFFFFFFFF
     if status:
-        give_back(piece)
+        _free(piece)
     else:
         view(out, 1, np.int64)[0] = piece
     return status
@@ -136,7 +102,7 @@ def host_release(piece: int) -> int:
     while status == INTERRUPTED:
         status = failed(_fallocate(view(p.file, 1, FILE)[0].fd, PUNCH_HOLE, p.offset, p.nbytes))
     if status == 0:
-        give_back(piece)
+        _free(piece)
     return status
 
 
