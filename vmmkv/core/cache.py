@@ -25,10 +25,9 @@ from ..errors import (
 )
 from . import codes, entries, unsharing
 from .addresses import Addresses, Views
-from .batch import Batch
 from .mapper import Mapper
 from .pool import ASKED, AVAILABLE, LARGE, NO_LIMIT_PAGES, ROW_AT, TRIMMED, Ask, Pool, at, record, zeros  # fmt: skip
-from .sequence import Sequence, Watch, check_tokens, gone, no_token, suspended, too_long
+from .sequence import Batch, Sequence, Watch, check_tokens, gone, no_token, suspended, too_long
 from .tables import CACHE, EXTENT, LISTS, RANGE, ROW, ROW_BITS, ROW_MASK
 
 KEYS = 1 << 62

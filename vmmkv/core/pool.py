@@ -74,7 +74,7 @@ class Pool:
         driver: the memory system.
         pages: the budget.
         poison: whether memory is filled with NaN where its tokens are gone, for debugging: see
-            `vmmkv.core.poisoning`.
+            `vmmkv.core.starting.poison`.
     """
 
     def __init__(self, driver: Driver, pages: int, *, poison: bool = False) -> None:

@@ -1,19 +1,18 @@
 """Sequences: their start on a row, the tokens that they keep, and their end."""
 
 from ..compiled import entry, inner
-from ..compiled.native import static, view
+from ..compiled.native import call, static, view
 from ..driver.fencing import let_slots, order_slots, pending_slots
 from ..driver.running import captured, enter
 from ..driver.running import leave as leave_context
-from .access import ask_of, cache_of, extent_at, pool_of, range_at, row_at, rows_of, words_at
+from .access import ask_of, cache_of, driver_of, extent_at, pool_of, range_at, row_at, rows_of, words_at
 from .booking import settle
 from .codes import CAPTURED, DEAD, DONE, FAILED, GONE, NEEDS, NO_PAGES, NO_ROWS, NO_TOKEN, RING, TAKEN, WAIT
 from .journal import begin, close, plan_unmap_all, poison_of
-from .pages import active_row, fit, mapped_pages, page_of, pages_for, pages_with, row_of
-from .poisoning import poison
+from .pages import active_row, address_of, fit, mapped_pages, page_of, pages_for, pages_with, row_of
 from .reclaim import is_idle
 from .rows import available, class_of, grow_to, is_over, queue_row, set_bounds, settle_row, unlink_old, use, use_tokens
-from .streams import fence_row, hold_slot, order, stream_in
+from .streams import fence_row, fence_stream, hold_slot, is_captured, order, stream_in
 from .tables import CLASSES, NOTE, NUM_CLASSES, RETIRED, ROW_BITS, VACANT_ROWS
 
 FREED, CUT = 1, 2
@@ -253,6 +252,32 @@ def plan_empty(cache: int, wanted: int, ask: int) -> int:
 
 
 # ---------------------------------------------------------------------- ending
+
+
+@inner
+def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
+    """Fills tokens of a row with NaN, for debugging, so that a kernel which reads where tokens are gone is found. The
+    row's fence covers all work on them, and then the fill. Fills nothing while a graph is captured, or where a call
+    fails.
+
+    A pool with poison fills frames that a row takes (see `must_fill`), tokens that are truncated or released, and those
+    of a sequence that ends, and leaves pages alone that other rows or guests may have. A cache with `overread` is not
+    poisoned: kernels read behind its lengths, and find finite numbers there. The tokens of ended sequences stay where a
+    guest may find them.
+    """
+    p, r, status = pool_of(cache_of(cache).pool), row_at(cache, row), 0
+    if first >= end or not poison_of(cache) or r.broken or r.suspended or is_captured(cache, row, ask):
+        return
+    if order(p.driver, 0, 0, r.slots, r.tick, r.stream, ask) != DONE or enter(p.driver, ask):
+        return
+    for part in range(cache_of(cache).ranges):
+        e, record = extent_at(cache, row, part), range_at(cache, part).record
+        begin, behind = max(first * record, max(e.shared, e.readonly, e.first) * p.page_size), end * record
+        if begin < behind and status == 0:
+            place = address_of(cache, row, part, 0) + begin
+            status = call(driver_of(p.driver).fill, (place, p.poison, behind - begin, r.stream))
+    leave_context(p.driver, ask)
+    fence_stream(cache, row, r.stream, ask)
 
 
 @inner

@@ -1,7 +1,7 @@
 """The host's memory system, compiled: pages of a memfd, put under addresses by `mmap`, by the contract of `table`.
 
-A handle is the address of a piece of the file: where it lies, and its size. The file is sparse, and places in it are not
-used again. A status is the C library's `errno`. No Python runs under a lock.
+A handle is the address of a piece of the file: where it lies, and its size. The file is sparse, and places in it are
+not used again. A status is the C library's `errno`. No Python runs under a lock.
 """
 
 import numpy as np

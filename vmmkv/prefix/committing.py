@@ -11,9 +11,9 @@ from ..core.pages import frame_at, row_of
 from ..core.rows import settle_row, track
 from ..core.streams import order, unfinished
 from ..core.tables import ROW_BITS
+from .containers import arrange
 from .holders import hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, page_of, split, tidy, use_path, walk
-from .order import arrange
 from .tables import (
     NO_FRONT,
     OTHER_IDS,

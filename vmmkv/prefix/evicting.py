@@ -7,11 +7,10 @@ from ..compiled.native import view
 from ..core.access import extent_at, row_at
 from ..core.guests import reference
 from .committing import hold_path, list_path
-from .containers import take_off
+from .containers import arrange, arrange_up, expire, first_of, take_off
 from .holders import read_notes, set_end, tokens_of
 from .hosted import list_lead, list_page
 from .nodes import bucket_of, node_with, page_of, tidy
-from .order import arrange, arrange_up, expire, first_of
 from .tables import CLEARED, MOVED, held_frame, holders_of, marks_of, nodes_of, parts_of, shapes_of, slots_of, tree_of
 from .telling import emit, untell
 

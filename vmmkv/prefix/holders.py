@@ -10,9 +10,8 @@ from ..core.guests import notes
 from ..core.pages import row_of
 from ..core.starting import CUT, kept
 from ..core.tables import NOTE, ROW_BITS, ROW_MASK
-from .containers import ring_add, ring_drop
+from .containers import arrange, ring_add, ring_drop
 from .nodes import link, node_with, split, tidy, unlink
-from .order import arrange
 from .tables import HOLDER_BYTES, NOTES, holders_of, ids_of, nodes_of, tree_of
 
 

@@ -4,8 +4,7 @@ import numpy as np
 
 from ..compiled import inner
 from ..compiled.native import view
-from .containers import is_in, ring_add, ring_drop, take_off
-from .order import arrange
+from .containers import arrange, is_in, ring_add, ring_drop, take_off
 from .tables import DEFAULT_PRIORITY, NODE_BYTES, NODE_WORDS, TOKEN_BITS, ids_of, nodes_of, parts_of, shapes_of, tree_of
 from .telling import copy_words, untell
 
