@@ -78,17 +78,6 @@ def unstage(pool: int, frame: int) -> None:
 
 
 @inner
-def fence_source(pool: int, stream: int, ask: int) -> None:
-    """Keeps what lies on the source row until copies of it, on another row's stream, have been made: the pages of a
-    parked row, and tokens that a sequence might write over."""
-    p = pool_of(pool)
-    source = row_at(p.source_of, p.source)
-    if source.owner:
-        order_stream(p.driver, stream, source.stream, ask)
-    fence_stream(p.source_of, p.source, stream, ask)
-
-
-@inner
 def put_back(pool: int, index: int) -> None:
     """Takes `plan_unmap` back for pages that were not unmapped. Steps are put back in reverse order."""
     s = step_in(pool, index)
@@ -120,17 +109,6 @@ def undo(pool: int, index: int) -> None:
 
 
 @inner
-def are_current(pool: int) -> int:
-    """Whether all sequences that get new lengths have the owner and the length that the plan saw."""
-    for index in range(pool_of(pool).calls, pool_of(pool).steps):
-        s = step_in(pool, index)
-        r = row_at(s.cache, s.row)
-        if r.owner != s.owner or r.length != s.page:
-            return 0
-    return 1
-
-
-@inner
 def book_length(pool: int, index: int, done: int, ask: int) -> None:
     """Sets the length of a sequence, if the journal is `done`; otherwise makes it use the pages of its tokens alone."""
     p, s = pool_of(pool), step_in(pool, index)
@@ -154,21 +132,15 @@ def book_length(pool: int, index: int, done: int, ask: int) -> None:
 
 
 @inner
-def release_row(cache: int, row: int) -> None:
-    """Ends that a journal has a row."""
-    r = row_at(cache, row)
-    r.busy = 0
-    settle_row(cache, row)
-    if r.owner and r.length > r.ahead_at:
-        queue_row(cache, row)
-
-
-@inner
 def finish(pool: int, accepted: int, ask: int) -> int:
     """Books a journal as far as it was run, and closes it. Returns `DONE`, `RING`, `FAILED` or `CHANGED`."""
     p = pool_of(pool)
-    was_run = accepted and p.done == p.calls
-    done = 1 if was_run and are_current(pool) else 0
+    was_run = 1 if accepted and p.done == p.calls else 0
+    done = was_run
+    for index in range(p.calls, p.steps):  # the plan has seen these owners and lengths
+        s = step_in(pool, index)
+        r = row_at(s.cache, s.row)
+        done = done if r.owner == s.owner and r.length == s.page else 0
     for index in range(p.done):
         book(pool, index)
     for index in range(p.calls - 1, p.done - 1, -1):
@@ -185,8 +157,11 @@ def finish(pool: int, accepted: int, ask: int) -> int:
             fence_stream(s.cache, s.row, s.stream, ask)  # its pages may be surplus while they are written to
             if done:
                 order_stream(p.driver, s.stream, ask_of(ask).current, ask)
-            if s.kind == COPY and p.source_of:
-                fence_source(pool, s.stream, ask)
+            if s.kind == COPY and p.source_of:  # what lies there stays until it is copied, tokens of a sequence, too
+                source = row_at(p.source_of, p.source)
+                if source.owner:
+                    order_stream(p.driver, s.stream, source.stream, ask)
+                fence_stream(p.source_of, p.source, s.stream, ask)
     for index in range(p.calls, p.steps):
         book_length(pool, index, done, ask)
     for index in range(p.calls):
@@ -196,7 +171,11 @@ def finish(pool: int, accepted: int, ask: int) -> int:
     for index in range(p.steps):
         s = step_in(pool, index)
         if s.row >= 0 and row_at(s.cache, s.row).busy:
-            release_row(s.cache, s.row)
+            r = row_at(s.cache, s.row)
+            r.busy = 0
+            settle_row(s.cache, s.row)
+            if r.owner and r.length > r.ahead_at:
+                queue_row(s.cache, s.row)
     if p.source_of:
         row_at(p.source_of, p.source).busy = 0
         settle_row(p.source_of, p.source)

@@ -241,14 +241,13 @@ class Cache:
             elif code == codes.PART:  # the pages behind its tokens are shared
                 self.part(int(self.owners[row]) << ROW_BITS | row, int(self.lengths[row]))
             code = self.pool.change(ask, entries.plan_growth, *arguments)
-        if code == codes.RING:
-            self.pool.ring()
-        elif code < 0:
+        if code < 0:
             raise self.error(code, ask)
 
     def repair(self, ticket: int) -> None:
         """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
-        unsharing.repair(self, ticket)
+        if self.rows["broken"][ticket & ROW_MASK]:
+            self.pool.change(Ask(), entries.plan_repair, self.address, ticket)
 
     def part(self, ticket: int, token: int) -> None:
         """Makes a row the only one with its pages from a token on, a frame at a time: the tokens will be written over.

@@ -239,19 +239,9 @@ def are_captured(cache: int, tickets_at: int, count: int, ask: int) -> int:
 def plan_targets(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
     """Plans to map the pages that rows lack for their targets, and to make copies to the first (see `plan_resume`). The
     journal is open; a refusal closes it."""
-    p = pool_of(cache_of(cache).pool)
-    poison = p.poison
-    if poison and are_captured(cache, tickets_at, count, ask):
-        p.poison = 0  # what is only for debugging is no part of a graph
-    code = plan_pages_of(cache, tickets_at, count, copies_at, copies, ask)
-    p.poison = poison
-    return code
-
-
-@inner
-def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copies: int, ask: int) -> int:
-    """Does what `plan_targets` does."""
     pool, a, tickets, before = cache_of(cache).pool, ask_of(ask), words_at(tickets_at, count), available(cache)
+    if pool_of(pool).poison and are_captured(cache, tickets_at, count, ask):
+        pool_of(pool).poisons = 0  # what is only for debugging is no part of a graph
     for index in range(count):
         r, ordered = row_at(cache, tickets[index] & ROW_MASK), DONE
         if r.cut > r.length and not r.suspended:  # it is filled, and other streams may still read it
@@ -275,7 +265,7 @@ def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copie
         if row_at(cache, row).target > row_at(cache, row).room:
             code = map_row(cache, row, code)
     if copies:
-        plan_copies(cache, tickets[0] & ROW_MASK, copies_at, copies)
+        plan_copies(cache, tickets[0] & ROW_MASK, copies_at, copies, 0)
     if pool_of(pool).fills and are_captured(cache, tickets_at, count, ask):
         unuse_targets(cache, tickets_at, count)
         return refuse(pool, CAPTURED, ask)
@@ -288,12 +278,14 @@ def plan_pages_of(cache: int, tickets_at: int, count: int, copies_at: int, copie
 
 
 @inner
-def plan_copies(cache: int, row: int, copies_at: int, copies: int) -> None:
-    """Plans to copy tokens to a row from host memory, but for those on pages that are mapped: see `plan_resume`."""
+def plan_copies(cache: int, row: int, copies_at: int, copies: int, everywhere: int) -> None:
+    """Plans to copy tokens to a row from host memory (see `plan_resume`), unless `everywhere` only those on pages that
+    are not mapped."""
     pool, copy = cache_of(cache).pool, words_at(copies_at, (copies, 4))
     for index in range(copies):
         part, first, nbytes = copy[index, 0], copy[index, 1], copy[index, 2]
-        begin = max(first, extent_at(cache, row, part).mapped * pool_of(pool).page_size)
+        mapped = 0 if everywhere else extent_at(cache, row, part).mapped
+        begin = max(first, mapped * pool_of(pool).page_size)
         if begin < first + nbytes:
             s = step_in(pool, emit_row(cache, COPY, row, part, 0, 0, 0))
             s.address, s.nbytes, s.other = s.address + begin, first + nbytes - begin, copy[index, 3] + begin - first

@@ -1,8 +1,8 @@
 """The door for guests. A guest, such as a tree of prefixes, remembers the tokens of frames and shares the frames later.
 
 A guest holds frames: these outlive the rows in which they are mapped. The core knows no token ids. `join` starts the
-notes of a cache, which tell of sequences that have ended (`FREED`) or were cut (`CUT`); a guest takes them by `notes`
-before each lookup, and forgets all that it knows of rows if the ring was full. `vmmkv.core.sharing.plan_share` puts
+notes of a cache, which tell of sequences that have ended (`FREED`) or were cut (`CUT`); a guest reads
+them before each lookup, and forgets all that it knows of rows if the ring was full. `vmmkv.core.sharing.plan_share` puts
 held frames in front of a new sequence, and `vmmkv.core.starting.adopt_kept` gives it a parked row as it is.
 
 The entries here need no lock, and make no driver call. A plan that lacks pages returns `SHORT` and their number; the
@@ -13,13 +13,11 @@ on its pages from 0 on, one behind the other.
 """
 
 from ..compiled import entry, inner
-from ..compiled.native import view
 from .access import cache_of, extent_at, frame_in, pool_of, row_at, words_at
 from .codes import DONE, NO_TOKEN
 from .frames import add_gain, push_free
 from .pages import active_row, frame_at, page_of
 from .rows import settle_row, track
-from .tables import NOTE
 
 
 @entry
@@ -28,22 +26,6 @@ def join(cache: int, ring: int, size: int) -> int:
     c = cache_of(cache)
     c.ring_at, c.ring_size, c.guest, c.ring_head, c.ring_tail = ring, size, 1, 0, 0
     return DONE
-
-
-@inner
-def notes(cache: int, out: int, most: int) -> int:
-    """Takes up to so many notes. Returns their number; or -1, once, where notes were lost."""
-    c = cache_of(cache)
-    if c.ring_head - c.ring_tail > c.ring_size:
-        c.ring_tail = c.ring_head
-        return -1
-    taken = min(most, c.ring_head - c.ring_tail)
-    ring, found = view(c.ring_at, c.ring_size, NOTE), view(out, most, NOTE)
-    for index in range(taken):
-        source, target = ring[(c.ring_tail + index) % c.ring_size], found[index]
-        target.kind, target.row, target.owner, target.tokens = source.kind, source.row, source.owner, source.tokens
-    c.ring_tail += taken
-    return taken
 
 
 @entry

@@ -44,7 +44,7 @@ def begin(pool: int) -> None:
     p = pool_of(pool)
     p.serial += 1
     p.steps = p.calls = p.done = p.status = p.gained = p.gained_large = p.fills = p.source_of = 0
-    p.pending = p.serial
+    p.pending, p.poisons = p.serial, p.poison
 
 
 @inner
@@ -79,8 +79,9 @@ def plan_unmap_all(cache: int, row: int, part: int) -> None:
 
 @inner
 def poison_of(cache: int) -> int:
-    """The byte that memory without tokens is filled with: NaN for debugging, unless kernels may read behind lengths."""
-    return 0 if cache_of(cache).overread else pool_of(cache_of(cache).pool).poison
+    """The byte that a journal fills pages without tokens with: NaN for debugging, unless kernels may read behind
+    lengths."""
+    return 0 if cache_of(cache).overread else pool_of(cache_of(cache).pool).poisons
 
 
 @inner

@@ -163,7 +163,9 @@ class Pool:
             error = None
         if code in (codes.NO_PAGES, codes.CAPTURED, codes.FULL, codes.DEAD):
             raise self.error(code, ask)
-        return code
+        if code == codes.RING:
+            self.ring()
+        return codes.DONE if code == codes.RING else code
 
     def close_later(self, unclosed: Any) -> None:
         """Keeps a cache that nothing holds any more, and that could not be closed, and the pool. The pool

@@ -8,7 +8,7 @@ from ..driver.running import leave as leave_context
 from .access import ask_of, cache_of, driver_of, extent_at, pool_of, range_at, row_at, rows_of, words_at
 from .booking import settle
 from .codes import CAPTURED, DEAD, DONE, FAILED, GONE, NEEDS, NO_PAGES, NO_ROWS, NO_TOKEN, RING, TAKEN, WAIT
-from .journal import begin, close, plan_unmap_all, poison_of
+from .journal import begin, close, plan_unmap_all
 from .pages import active_row, address_of, fit, mapped_pages, page_of, pages_for, pages_with, row_of
 from .reclaim import is_idle
 from .rows import available, class_of, grow_to, is_over, queue_row, set_bounds, settle_row, unlink_old, use, use_tokens
@@ -99,18 +99,6 @@ def own(cache: int, row: int, key: int, expected: int, slot: int, handle: int) -
     return r.owner << ROW_BITS | row
 
 
-@inner
-def find_row(cache: int, target: int, key: int, avoid: int, slot: int, ask: int) -> int:
-    """Finds a row for a new sequence: a parked row whose pages suit it, else one without pages, else -1."""
-    c, pages, row = cache_of(cache), 0, -1
-    vacant = row_at(cache, c.num_rows + VACANT_ROWS).next
-    for part in range(c.ranges):
-        pages += pages_with(cache, part, target)
-    if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
-        row = choose(cache, pages, target, key, avoid, slot, ask)
-    return vacant if row < 0 and vacant < c.num_rows else row
-
-
 @entry
 def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle: int, cell: int, ask: int) -> int:
     """Gives a row to a new sequence, and writes its ticket to `cell`. `wanted` is a row; -1 for any; or -2 - row, for
@@ -154,8 +142,15 @@ def adopt(cache: int, tokens: int, expected: int, key: int, wanted: int, handle:
 def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int) -> int:
     """Writes a row for a new sequence to `ask.row`, and makes the stream wait for all work on its pages. Returns
     `DONE`, `NEEDS` or `FAILED`. It needs the context."""
-    c, a = cache_of(cache), ask_of(ask)
-    a.row = row = find_row(cache, target, key, -2 - wanted, slot, ask) if wanted < 0 else wanted
+    c, a, row, pages = cache_of(cache), ask_of(ask), wanted, 0
+    vacant = row_at(cache, c.num_rows + VACANT_ROWS).next
+    if wanted < 0:  # a parked row whose pages suit it, else one without pages
+        for part in range(c.ranges):
+            pages += pages_with(cache, part, target)
+        if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):
+            row = choose(cache, pages, target, key, -2 - wanted, slot, ask)
+        row = vacant if row < 0 and vacant < c.num_rows else row
+    a.row = row
     r = row_at(cache, max(row, 0))
     if row < 0 or r.busy or r.list == RETIRED:
         return NEEDS
@@ -163,8 +158,8 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
         return NEEDS
     code = follow_surplus(cache, row, slot, ask)
     if code == CAPTURED:
-        a.row = row_at(cache, c.num_rows + VACANT_ROWS).next
-        return DONE if wanted < 0 and a.row < c.num_rows else NEEDS
+        a.row = vacant
+        return DONE if wanted < 0 and vacant < c.num_rows else NEEDS
     return code
 
 
@@ -255,6 +250,12 @@ def plan_empty(cache: int, wanted: int, ask: int) -> int:
 
 
 @inner
+def is_poisoned(cache: int) -> int:
+    """Whether memory without tokens is filled with NaN."""
+    return 1 if pool_of(cache_of(cache).pool).poison and not cache_of(cache).overread else 0
+
+
+@inner
 def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
     """Fills tokens of a row with NaN, for debugging, so that a kernel which reads where tokens are gone is found. The
     row's fence covers all work on them, and then the fill. Fills nothing while a graph is captured, or where a call
@@ -266,7 +267,7 @@ def poison(cache: int, row: int, first: int, end: int, ask: int) -> None:
     guest may find them.
     """
     p, r, status = pool_of(cache_of(cache).pool), row_at(cache, row), 0
-    if first >= end or not poison_of(cache) or r.broken or r.suspended or is_captured(cache, row, ask):
+    if first >= end or not is_poisoned(cache) or r.broken or r.suspended or is_captured(cache, row, ask):
         return
     if order(p.driver, 0, 0, r.slots, r.tick, r.stream, ask) != DONE or enter(p.driver, ask):
         return
@@ -293,7 +294,7 @@ def disown(cache: int, row: int) -> None:
     c.tokens -= max(r.length - r.start, 0)
     c.live -= 1
     let_slots(p.driver, r.streams)
-    r.last, r.left = r.owner, r.length if r.start == 0 and (c.guest or not poison_of(cache)) else 0
+    r.last, r.left = r.owner, r.length if r.start == 0 and (c.guest or not is_poisoned(cache)) else 0
     r.owner = r.length = r.start = r.streams = r.stream = r.expected = r.suspended = r.away = r.away_start = 0
     p.clock += 1
     unlink_old(cache, row)
@@ -348,7 +349,7 @@ def keep(cache: int, ticket: int, start: int, length: int, ask: int) -> int:
     for part in range(c.ranges):
         e = extent_at(cache, row, part)
         gives_up |= (page_of(cache, part, start) > e.use_first) | (pages_with(cache, part, length) < e.use_end)
-    if gives_up or poison_of(cache):
+    if gives_up or is_poisoned(cache):
         code = fence_row(cache, row, ask)
         if code == DONE:
             poison(cache, row, length, r.length, ask)

@@ -12,12 +12,11 @@ the row's fence covers the copy.
 from ..compiled import entry, inner
 from ..compiled.native import call
 from ..driver.running import enter, leave
-from ..driver.table import COPY
-from .access import ask_of, cache_of, driver_of, extent_at, frame_in, pool_of, row_at, step_in, words_at
+from .access import ask_of, cache_of, driver_of, extent_at, frame_in, pool_of, row_at, words_at
 from .booking import refuse, settle
 from .codes import BROKEN, CHANGED, DONE, FAILED, NO_TOKEN, PART, WAIT
-from .growth import begin_at, plan_targets
-from .journal import begin, close, emit_row, plan_unmap_all
+from .growth import begin_at, plan_copies, plan_targets
+from .journal import begin, close, plan_unmap_all
 from .pages import active_row, address_of, frame_at, page_of, row_of
 from .reclaim import is_idle
 from .rows import recount, set_bounds, settle_row, use_tokens
@@ -181,7 +180,7 @@ def plan_load(
     Returns a serial, or `GONE`, `SUSPENDED`, `NO_TOKEN`, `PART` where the pages are shared, `FULL`, `CAPTURED` or
     `FAILED`.
     """
-    pool, copy = cache_of(cache).pool, words_at(copies_at, (copies, 4))
+    pool = cache_of(cache).pool
     settle(pool, ask)
     row = active_row(cache, ticket)
     if row < 0:
@@ -197,7 +196,5 @@ def plan_load(
     if code != DONE:
         return code
     begin(pool)
-    for index in range(copies):
-        s = step_in(pool, emit_row(cache, COPY, row, copy[index, 0], 0, 0, 0))
-        s.address, s.nbytes, s.other = s.address + copy[index, 1], copy[index, 2], copy[index, 3]
+    plan_copies(cache, row, copies_at, copies, 1)
     return close(pool)

@@ -51,12 +51,13 @@ POOL = _record(
     "budget created leased used committed accounts_at accounts caches_at caches clock "
     "steps_at max_steps steps calls done status serial pending settled "
     "spent spent_ahead run_scratch staging staged staged_for staged_owner staged_part staged_page source_of source "
-    "hungry asleep dead poison fills made ahead mapped_ahead mapped_in_need"
+    "hungry asleep dead poison poisons fills made ahead mapped_ahead mapped_in_need"
 )
 """Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number
 that was never used. `staging` is the address of a range to copy to; `staged` is the frame there + 1, which counts as
 used by the cache `staged_for`, and a copy of what lies on a page of the sequence `staged_owner`. `source` is a row of
-the cache `source_of` that the journal reads from. `made` counts pages that were created since the beginning,
+the cache `source_of` that the journal reads from. `poison` is the byte that debugging fills with, and `poisons` the same
+for the journal's fills: 0 in a capture. `made` counts pages that were created since the beginning,
 `mapped_ahead` and `mapped_in_need` those that the mapper and other threads have mapped."""
 ACCOUNT = _record("used limit reserved leased open")
 CACHE = _record(

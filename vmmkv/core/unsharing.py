@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from .cache import Cache
 
 
-def repair(cache: Cache, ticket: int) -> None:
-    """Maps what a row lacks where it was to have a copy of its own, and a call failed."""
-    if cache.rows["broken"][ticket & ROW_MASK]:
-        cache.pool.change(Ask(), entries.plan_repair, cache.address, ticket)
-
-
 def part_from(cache: Cache, ticket: int, pages: list[int], token: int) -> None:
     """Makes a row the only one with its pages from one on, in each range, a frame at a time. Its tokens from `token` on
     will be written over. Raises `OutOfPagesError` where there is no room for all copies."""
@@ -57,7 +51,7 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
     if code in (GONE, SUSPENDED):
         raise cache.error(code, ask)
     if code == BROKEN:
-        repair(cache, ticket)
+        cache.repair(ticket)
         return True
     if ask.words[ROW_AT] and not _swap(cache, ticket, part):
         return True
@@ -71,7 +65,7 @@ def _swap(cache: Cache, ticket: int, part: int) -> bool:
         code = cache.pool.change(Ask(), entries.plan_swap, cache.address, ticket, part)
     except BaseException:
         with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
-            repair(cache, ticket)
+            cache.repair(ticket)
         with suppress(VmmkvError):  # else the next copy does it
             cache.pool.unstage()
         raise

@@ -121,13 +121,6 @@ def put(driver: int, slot: int, tick: int, scratch: int) -> int:
 
 
 @inner
-def wait_event(driver: int, stream: int, slot: int, tick: int) -> int:
-    """Makes later work on a stream wait for a slot's work up to a tick. Returns a status. It needs the context."""
-    d, place = view(driver, 1, DRIVER)[0], event_for(driver, slot, tick)
-    return call(d.wait, (stream, view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place], 0)) if place >= 0 else 0
-
-
-@inner
 def record_slots(driver: int, slots: int, current: int, scratch: int) -> int:
     """Records an event on the stream of each slot, unless one of them or the current one is captured. Returns the tick,
     or 0 for no slots; `CAPTURED`, and the scratch has the stream's handle; or `FAILED`. It needs the context."""
@@ -166,9 +159,11 @@ def pending_slots(driver: int, slots: int, tick: int, scratch: int) -> int:
 def order_slots(driver: int, slots: int, tick: int, stream: int) -> int:
     """Makes later work on a stream wait for a fence. Returns a status. It needs the context."""
     d, status = view(driver, 1, DRIVER)[0], 0
+    streams, events = view(d.streams_at, SLOTS, STREAM), view(d.events_at, (SLOTS, EVENTS), np.int64)
     for slot in range(SLOTS):
-        if slots >> slot & 1 and status == 0 and view(d.streams_at, SLOTS, STREAM)[slot].handle != stream:
-            status = wait_event(driver, stream, slot, tick)
+        if slots >> slot & 1 and status == 0 and streams[slot].handle != stream:
+            place = event_for(driver, slot, tick)
+            status = call(d.wait, (stream, events[slot, place], 0)) if place >= 0 else 0
     return status
 
 

@@ -4,15 +4,14 @@ import numpy as np
 
 from ..compiled import entry, inner
 from ..compiled.native import view
-from ..core.access import row_at
+from ..core.access import cache_of, row_at
 from ..core.codes import DONE, GONE
-from ..core.guests import notes
 from ..core.pages import row_of
 from ..core.starting import CUT, kept
 from ..core.tables import NOTE, ROW_BITS, ROW_MASK
 from .containers import arrange, ring_add, ring_drop
 from .nodes import link, node_with, split, tidy, unlink
-from .tables import HOLDER_BYTES, NOTES, holders_of, ids_of, nodes_of, tree_of
+from .tables import HOLDER_BYTES, holders_of, ids_of, nodes_of, tree_of
 
 
 @inner
@@ -103,28 +102,22 @@ def pass_on(tree: int, row: int, owner: int, parked: int) -> None:
 
 
 @inner
-def forget_rows(tree: int) -> None:
-    """Forgets all rows."""
-    for row in range(tree_of(tree).num_rows):
-        set_end(tree, row, 0)
-
-
-@inner
 def read_notes(tree: int) -> None:
-    """Follows the notes of the core about rows."""
-    t, count = tree_of(tree), NOTES
-    while count == NOTES:
-        count = notes(t.cache, t.notes_at, NOTES)
-        if count < 0:
-            forget_rows(tree)
-        for index in range(count):
-            n = view(t.notes_at, NOTES, NOTE)[index]
-            h = holders_of(tree)[n.row]
-            if h.node and h.owner != n.owner:
-                set_end(tree, n.row, 0)
-            cut_row(tree, n.row, n.tokens)
-            if n.kind != CUT:
-                pass_on(tree, n.row, n.owner, 1)
+    """Follows the notes of the core about rows. Forgets all rows where notes were lost."""
+    t, c = tree_of(tree), cache_of(tree_of(tree).cache)
+    if c.ring_head - c.ring_tail > c.ring_size:
+        c.ring_tail = c.ring_head
+        for row in range(t.num_rows):
+            set_end(tree, row, 0)
+    while c.ring_tail < c.ring_head:
+        n = view(c.ring_at, c.ring_size, NOTE)[c.ring_tail % c.ring_size]
+        h = holders_of(tree)[n.row]
+        c.ring_tail += 1
+        if h.node and h.owner != n.owner:
+            set_end(tree, n.row, 0)
+        cut_row(tree, n.row, n.tokens)
+        if n.kind != CUT:
+            pass_on(tree, n.row, n.owner, 1)
 
 
 @inner

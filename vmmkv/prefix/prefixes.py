@@ -46,7 +46,6 @@ from .tables import (
     HOLDER,
     NO_FRONT,
     NODE,
-    NOTES,
     NOTHING,
     OTHER_IDS,
     PART,
@@ -328,6 +327,6 @@ def new_tree(cache: Cache, events: int, host_pages: int) -> Any:
         TREE, cache=cache.address, page_size=size, large=LARGE, ranges=len(records), parts_at=at(parts), step=step,
         grain=grain, width=width, shapes_at=at(kinds), nodes=nodes, nodes_at=at(zeros(nodes, NODE)), fresh=1,
         mask=buckets - 1, holders_at=at(zeros(cache.max_sequences, HOLDER)), num_rows=cache.max_sequences, path=path,
-        notes_at=at(zeros(NOTES, NOTE)), order=at(heaps[0]), timers=at(heaps[1]), event_words=event_words,
+        order=at(heaps[0]), timers=at(heaps[1]), event_words=event_words,
         num_events=events, **places,
     )  # fmt: skip

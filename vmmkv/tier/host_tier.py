@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core import entries
 from ..core.cache import Cache
-from ..core.codes import BROKEN, CHANGED, DONE, RING
+from ..core.codes import BROKEN, CHANGED, DONE
 from ..core.pool import Ask, busy
 from ..core.sequence import Sequence, suspended
 from ..core.tables import ROW_BITS, ROW_MASK
@@ -126,9 +126,7 @@ class HostTier:
         finally:
             self.coming.discard(ticket)
             self.refresh()
-        if code == RING:
-            self.pool.ring()
-        elif code != DONE:
+        if code != DONE:
             raise cache.error(code, ask)
 
     def pieces(self, ticket: int, start: int) -> Iterable[tuple[int, int, int, Run]]:
