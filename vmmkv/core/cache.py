@@ -15,14 +15,8 @@ import numpy as np
 from ..driver.driver import handle_of
 from ..driver.fence import check_stream, wait_for_device
 from ..errors import (
-    ArgumentError,
-    BusyError,
-    DeviceLostError,
-    OutOfRangeError,
-    OutOfRowsError,
-    UseAfterFreeError,
-    VmmkvError,
-)
+    ArgumentError, BusyError, DeviceLostError, OutOfRangeError, OutOfRowsError, UseAfterFreeError, VmmkvError,
+)  # fmt: skip
 from . import codes, entries, unsharing
 from .addresses import Addresses, Views
 from .mapper import Mapper

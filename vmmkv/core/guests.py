@@ -2,8 +2,8 @@
 
 A guest holds frames: these outlive the rows in which they are mapped. The core knows no token ids. `join` starts the
 notes of a cache, which tell of sequences that have ended (`FREED`) or were cut (`CUT`); a guest reads
-them before each lookup, and forgets all that it knows of rows if the ring was full. `vmmkv.core.sharing.plan_share` puts
-held frames in front of a new sequence, and `vmmkv.core.starting.adopt_kept` gives it a parked row as it is.
+them before each lookup, and forgets all that it knows of rows if the ring was full. `vmmkv.core.sharing.plan_share`
+puts held frames in front of a new sequence, and `vmmkv.core.starting.adopt_kept` gives it a parked row as it is.
 
 The entries here need no lock, and make no driver call. A plan that lacks pages returns `SHORT` and their number; the
 shell asks guests to drop as many, without a lock, and plans again.

@@ -21,15 +21,9 @@ from ..driver.fence import Fence, wait_for_device
 from ..driver.meter import Meter
 from ..driver.table import CREATE, SCRATCH
 from ..errors import (
-    BudgetError,
-    BusyError,
-    DeviceLostError,
-    DriverError,
-    DriverOutOfMemoryError,
-    OutOfPagesError,
-    UseAfterFreeError,
+    BudgetError, BusyError, DeviceLostError, DriverError, DriverOutOfMemoryError, OutOfPagesError, UseAfterFreeError,
     VmmkvError,
-)
+)  # fmt: skip
 from . import codes, entries
 from .tables import ACCOUNT, ASK, FRAME, IN, OUT, POOL, STAGE, STEP, UNSTAGE
 

@@ -56,8 +56,8 @@ POOL = _record(
 """Stacks (`small`, `larges`, ...) are counts, and addresses of numbers of frames. `fresh` is the first frame number
 that was never used. `staging` is the address of a range to copy to; `staged` is the frame there + 1, which counts as
 used by the cache `staged_for`, and a copy of what lies on a page of the sequence `staged_owner`. `source` is a row of
-the cache `source_of` that the journal reads from. `poison` is the byte that debugging fills with, and `poisons` the same
-for the journal's fills: 0 in a capture. `made` counts pages that were created since the beginning,
+the cache `source_of` that the journal reads from. `poison` is the byte that debugging fills with, and `poisons` what
+the journal does: 0 in a capture. `made` counts pages that were created since the beginning,
 `mapped_ahead` and `mapped_in_need` those that the mapper and other threads have mapped."""
 ACCOUNT = _record("used limit reserved leased open")
 CACHE = _record(

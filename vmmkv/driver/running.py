@@ -34,8 +34,8 @@ CAPTURED = -3
 
 @inner
 def enter(driver: int, scratch: int) -> int:
-    """Makes the device's context current, and the capture mode relaxed, until `leave` with the same scratch. They do not
-    nest. Returns a status, which the scratch has, too, unless it is 0."""
+    """Makes the device's context current, and the capture mode relaxed, until `leave` with the same scratch; they do
+    not nest. Returns a status, which the scratch has, too, unless it is 0."""
     d = view(driver, 1, DRIVER)[0]
     status = call(d.push, (d.context,))
     if status:

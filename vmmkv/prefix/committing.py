@@ -15,19 +15,9 @@ from .containers import arrange
 from .holders import hold_row, read_notes, set_end
 from .nodes import add_node, add_root, node_with, page_of, split, tidy, use_path, walk
 from .tables import (
-    NO_FRONT,
-    OTHER_IDS,
-    RANGE_OF_TOKENS,
-    TOKEN_BITS,
-    TOO_FEW,
-    held_frame,
-    holders_of,
-    nodes_of,
-    parts_of,
-    shapes_of,
-    slots_of,
-    tree_of,
-)
+    NO_FRONT, OTHER_IDS, RANGE_OF_TOKENS, TOKEN_BITS, TOO_FEW, held_frame, holders_of, nodes_of, parts_of, shapes_of,
+    slots_of, tree_of,
+)  # fmt: skip
 from .telling import know, tell
 
 

@@ -14,19 +14,8 @@ from ..core.tables import ROW_BITS
 from .holders import cut_row, hold_row, holder_below, read_notes, set_end, tokens_of
 from .nodes import node_with, page_of, split, use_path, walk
 from .tables import (
-    ADOPT,
-    FOUND,
-    NOTHING,
-    SHARE,
-    TOKEN_BITS,
-    held_frame,
-    holders_of,
-    nodes_of,
-    parts_of,
-    shapes_of,
-    slots_of,
-    tree_of,
-)
+    ADOPT, FOUND, NOTHING, SHARE, TOKEN_BITS, held_frame, holders_of, nodes_of, parts_of, shapes_of, slots_of, tree_of,
+)  # fmt: skip
 
 
 @inner

@@ -24,13 +24,8 @@ from ..core.pool import LARGE, Ask, at, record, zeros
 from ..core.sequence import Sequence, check_tokens
 from ..core.tables import NOTE, ROW_MASK
 from ..errors import (
-    ArgumentError,
-    BusyError,
-    OutOfPagesError,
-    OutOfRowsError,
-    UnsupportedError,
-    VmmkvError,
-)
+    ArgumentError, BusyError, OutOfPagesError, OutOfRowsError, UnsupportedError, VmmkvError,
+)  # fmt: skip
 from ..events.naming import Name, name_of
 from ..tier.host_tier import HostTier
 from . import entries
@@ -38,21 +33,8 @@ from .offload import Offload
 from .retention import Retention, words_of
 from .ring import Ring
 from .tables import (
-    ADOPT,
-    CHUNK,
-    EVENT_WORDS,
-    FOUND,
-    HEAP,
-    HOLDER,
-    NO_FRONT,
-    NODE,
-    NOTHING,
-    OTHER_IDS,
-    PART,
-    SHAPE,
-    TOO_FEW,
-    TREE,
-)
+    ADOPT, CHUNK, EVENT_WORDS, FOUND, HEAP, HOLDER, NO_FRONT, NODE, NOTHING, OTHER_IDS, PART, SHAPE, TOO_FEW, TREE,
+)  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 
