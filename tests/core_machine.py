@@ -88,7 +88,7 @@ class Guest:
         pages = 0
         for frames in prefix.frames:
             numbers = array("q", frames)
-            entries.drop(self.cache.address, numbers.buffer_info()[0], len(numbers))
+            entries.refer(self.cache.address, numbers.buffer_info()[0], len(numbers), -1)
             pages += len(numbers)
         return pages
 

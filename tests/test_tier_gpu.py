@@ -158,7 +158,7 @@ def test_stored_prefixes_come_back_also_from_frames_in_no_row() -> None:
         words = [(0, 1, 0, page, frame, offset, 3, 0, 0) for page, (frame, offset) in enumerate(places)]
         with tier.alone():
             assert tier.prefixes.store(np.array(words, MOVED)).all()
-        entries.drop(cache.address, out.buffer_info()[0], count)
+        entries.refer(cache.address, out.buffer_info()[0], count, -1)
         assert tier.finish(1) > 0
         other = Row(tensors, cache.start(tokens), row.shadow[:tokens].clone())
         other.fill(0)

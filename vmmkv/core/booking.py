@@ -4,11 +4,11 @@ from ..compiled import entry, inner
 from ..driver.table import COPY, CREATE, FILL, MAP, RELEASE, SET_ACCESS, SET_READ_ACCESS, UNMAP
 from .access import ask_of, cache_of, extent_at, frame_in, pool_of, row_at, step_in
 from .codes import CHANGED, DONE, FAILED, RING, STALE
-from .frames import add_gain, add_mapping, book_map, book_unmap, push_free, settle_frame, stay
+from .frames import add_gain, add_mapping, book_map, book_unmap, push_free, settle_frame
 from .pages import frame_at, put_frame
 from .rows import add_user, charge, queue_row, settle_row, track, use_tokens
 from .streams import fence_stream, order_stream
-from .tables import IN, LOST, OUT, STAGE, TAKEN_FRAME, UNSTAGE
+from .tables import GAINED, IN, LOST, OUT, STAGE, TAKEN_FRAME, UNSTAGE
 
 WITHOUT_FRAME, WITHOUT_ACCESS = 1, 2
 """Reasons why a row is broken: the frame of a page is not mapped, or is mapped and cannot be accessed."""
@@ -90,7 +90,12 @@ def put_back(pool: int, index: int) -> None:
         e.mapped = end
     e.ready, e.head_end, e.readonly = s.ready, s.head_end, s.readonly
     track(s.cache, s.row, s.range, s.shared)
-    stay(s.cache, s.range, s.row, s.page, end)
+    page = s.page
+    while page < end:  # takes `leave` back
+        f = frame_in(pool, frame_at(s.cache, s.range, s.row, page))
+        f.leaving -= 1
+        f.moving = 0 if f.moving == GAINED else f.moving
+        page += f.pages
 
 
 @inner

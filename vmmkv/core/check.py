@@ -22,7 +22,6 @@ class Found:
         self.refs: Counter[int] = Counter()
         self.users: Counter[int] = Counter()
         self.place: dict[int, int] = {}
-        self.gain: dict[tuple[int, int], int] = {}
 
 
 def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None) -> None:
@@ -89,10 +88,8 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
         if r["suspended"]:
             expect(r["owner"] and not r["length"] and r["capacity"] < 0, f"row {row} is suspended, and can be used")
         for index, part in enumerate(cache.ranges):
-            e, where = (
-                cache.extents[row * len(cache.ranges) + index],
-                f"row {row} of range {index}: {row_text(cache, row, index)}",
-            )
+            e = cache.extents[row * len(cache.ranges) + index]
+            where = f"row {row} of range {index}: {dict(zip(e.dtype.names, e.tolist()))}, length {r['length']}"
             expect(e["first"] <= e["ready"] <= e["mapped"] or e["first"] == e["mapped"] == 0, f"{where}: extents")
             expect(e["shared"] <= e["mapped"] and e["readonly"] <= e["mapped"], f"{where}: shared")
             expect(e["use_end"] <= e["mapped"] or e["use_first"] == e["use_end"], f"{where}: uses what is not mapped")
@@ -122,12 +119,6 @@ def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
     expect(tokens == cache.state[0]["tokens"], f"{cache.state[0]['tokens']} tokens are counted, and there are {tokens}")
     expect(live == cache.state[0]["live"], "sequences are counted wrong")
     return used
-
-
-def row_text(cache: Cache, row: int, index: int) -> str:
-    """The state of a row, for messages."""
-    e, r = cache.extents[row * len(cache.ranges) + index], cache.rows[row]
-    return f"{dict(zip(e.dtype.names, e.tolist()))}, length {r['length']}, start {r['start']}, owner {r['owner']}"
 
 
 def check_lists(cache: Cache) -> None:

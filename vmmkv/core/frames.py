@@ -157,14 +157,3 @@ def leave(cache: int, part: int, row: int, page: int, end: int) -> int:
         f.key = key if page < extent_at(cache, row, part).ready else f.key
         page += f.pages
     return gained
-
-
-@inner
-def stay(cache: int, part: int, row: int, page: int, end: int) -> None:
-    """Takes `leave` back for pages that were not unmapped."""
-    while page < end:
-        f = frame_in(cache_of(cache).pool, frame_at(cache, part, row, page))
-        f.leaving -= 1
-        if f.moving == GAINED:
-            f.moving = 0
-        page += f.pages

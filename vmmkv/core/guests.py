@@ -13,7 +13,7 @@ on its pages from 0 on, one behind the other.
 """
 
 from ..compiled import entry, inner
-from .access import cache_of, extent_at, frame_in, pool_of, row_at, words_at
+from .access import cache_of, extent_at, frame_in, row_at, words_at
 from .codes import DONE, NO_TOKEN
 from .frames import add_gain, push_free
 from .pages import active_row, frame_at, page_of
@@ -57,22 +57,10 @@ def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, 
 
 
 @entry
-def hold_again(cache: int, frames_at: int, count: int) -> int:
-    """References frames once more. Returns `DONE`, or `NO_TOKEN` where one of them is not held."""
-    pool, frames = cache_of(cache).pool, words_at(frames_at, count)
+def refer(cache: int, frames_at: int, count: int, sign: int) -> int:
+    """Adds a reference to frames that are held (`sign` is 1), or ends one (-1)."""
     for index in range(count):
-        if not 0 <= frames[index] < pool_of(pool).fresh or frame_in(pool, frames[index]).held < 1:
-            return NO_TOKEN
-    for index in range(count):
-        reference(cache, frames[index], 1)
-    return DONE
-
-
-@entry
-def drop(cache: int, frames_at: int, count: int) -> int:
-    """Ends references to frames."""
-    for index in range(count):
-        reference(cache, words_at(frames_at, count)[index], -1)
+        reference(cache, words_at(frames_at, count)[index], sign)
     return DONE
 
 

@@ -14,8 +14,9 @@ from .tables import FRAME, RETIRED, SPARE
 
 MOST_WAITING = 64
 """Rows in use by the device that a plan passes over before it gives up."""
-IDLE, ROWS, ALL = 0, 1, 2
-"""Levels of reclaiming: from parked rows; also surplus of live rows beyond their lookahead and expected length; all."""
+IDLE, ROWS, ALL, WHOLE = 0, 1, 2, 3
+"""Levels of reclaiming: from parked rows; also surplus of live rows beyond their lookahead and expected length; all;
+and alone, whole parked rows that share pages with other rows."""
 FRAME_SIZE = FRAME.itemsize
 
 
@@ -112,13 +113,16 @@ def reclaim(pool: int, wanted: int, level: int, ask: int) -> int:
 
 @inner
 def reclaim_spare(cache: int, wanted: int, level: int, ask: int) -> int:
-    """Plans to unmap surplus of live rows of a cache. Returns how many pages become free."""
+    """Plans to unmap surplus of live rows of a cache, at `WHOLE` parked rows that share pages. Returns how many pages
+    become free."""
     rows, num_rows, gained, waiting = rows_of(cache), cache_of(cache).num_rows, 0, 0
-    row = rows[num_rows + SPARE].next
+    row, p = rows[num_rows + (RETIRED if level == WHOLE else SPARE)].next, pool_of(cache_of(cache).pool)
+    most = p.capacity * p.large
     while row < num_rows and gained < wanted and waiting < MOST_WAITING:
         following, found = rows[row].next, 0
         if is_idle(cache, row, ask):
-            found = take_spare(cache, row, wanted - gained, level)
+            whole = level == WHOLE
+            found = take_parked(cache, row, most) if whole else take_spare(cache, row, wanted - gained, level)
         gained += found
         waiting += 1 if found == 0 else 0
         row = following
@@ -131,21 +135,6 @@ def wait_or(code: int, ask: int) -> int:
     return WAIT if ask_of(ask).slots else code
 
 
-@inner
-def take_retired(cache: int, wanted: int, ask: int) -> int:
-    """Plans to unmap whole parked rows that share pages with other rows. Returns how many pages become free."""
-    c, p, rows, gained, waiting = cache_of(cache), pool_of(cache_of(cache).pool), rows_of(cache), 0, 0
-    row = rows[c.num_rows + RETIRED].next
-    while row < c.num_rows and gained < wanted and waiting < MOST_WAITING:
-        following = rows[row].next
-        if is_idle(cache, row, ask):
-            gained += take_parked(cache, row, p.capacity * p.large)
-        else:
-            waiting += 1
-        row = following
-    return gained
-
-
 @entry
 def plan_retired(pool: int, wanted: int, ask: int) -> int:
     """Plans to unmap parked rows whose pages other rows have, too, until so many pages are free: a frame that parked
@@ -156,7 +145,7 @@ def plan_retired(pool: int, wanted: int, ask: int) -> int:
     begin(pool)
     for index in range(p.caches):
         if caches[index]:
-            gained += take_retired(caches[index], wanted - gained, ask)
+            gained += reclaim_spare(caches[index], wanted - gained, WHOLE, ask)
     return close_if_any(pool, wait_or(GONE, ask))
 
 
@@ -176,7 +165,7 @@ def plan_trim_own(cache: int, most: int, ask: int) -> int:
     if gained < most:
         reclaim_spare(cache, most - gained, ALL, ask)
     if pool_of(pool).steps == 0:
-        take_retired(cache, most, ask)
+        reclaim_spare(cache, most, WHOLE, ask)
     return close_if_any(pool, wait_or(GONE, ask))
 
 

@@ -28,28 +28,13 @@ LOST = {
 }  # fmt: skip
 """After these a context never works again."""
 NAMES = {
-    "reserve": "cuMemAddressReserve",
-    "free": "cuMemAddressFree",
-    "create": "cuMemCreate",
-    "release": "cuMemRelease",
-    "map": "cuMemMap",
-    "set_access": "cuMemSetAccess",
-    "unmap": "cuMemUnmap",
-    "fill": "cuMemsetD8Async",
-    "copy": "cuMemcpyAsync",
-    "make_event": "cuEventCreate",
-    "record": "cuEventRecord",
-    "query": "cuEventQuery",
-    "wait": "cuStreamWaitEvent",
-    "wait_for": "cuEventSynchronize",
-    "is_capturing": "cuStreamIsCapturing",
-    "push": "cuCtxPushCurrent_v2",
-    "pop": "cuCtxPopCurrent_v2",
-    "capture_mode": "cuThreadExchangeStreamCaptureMode",
-    "allocate": "cuMemAlloc_v2",
-    "deallocate": "cuMemFree_v2",
-    "synchronize": "cuCtxSynchronize",
-}
+    "reserve": "cuMemAddressReserve", "free": "cuMemAddressFree", "create": "cuMemCreate", "release": "cuMemRelease",
+    "map": "cuMemMap", "set_access": "cuMemSetAccess", "unmap": "cuMemUnmap", "fill": "cuMemsetD8Async",
+    "copy": "cuMemcpyAsync", "make_event": "cuEventCreate", "record": "cuEventRecord", "query": "cuEventQuery",
+    "wait": "cuStreamWaitEvent", "wait_for": "cuEventSynchronize", "is_capturing": "cuStreamIsCapturing",
+    "push": "cuCtxPushCurrent_v2", "pop": "cuCtxPopCurrent_v2", "capture_mode": "cuThreadExchangeStreamCaptureMode",
+    "allocate": "cuMemAlloc_v2", "deallocate": "cuMemFree_v2", "synchronize": "cuCtxSynchronize",
+}  # fmt: skip
 """By name in the table of a driver: the CUDA driver's function."""
 
 

@@ -43,17 +43,6 @@ def event_for(driver: int, slot: int, tick: int) -> int:
 
 
 @inner
-def forget(driver: int, slot: int, place: int) -> None:
-    """Takes the event at a place out of a ring, and all before it: they have passed."""
-    d = view(driver, 1, DRIVER)[0]
-    stream = view(d.streams_at, SLOTS, STREAM)[slot]
-    ticks = view(d.ticks_at, (SLOTS, EVENTS), np.int64)
-    stream.count -= (place - stream.first) % EVENTS + 1
-    stream.first = (place + 1) % EVENTS
-    stream.low = ticks[slot, stream.first]
-
-
-@inner
 def ask(driver: int, slot: int, tick: int) -> int:
     """0 if a slot's work up to a tick has finished, otherwise NOT_READY, or another status. It needs the context."""
     d = view(driver, 1, DRIVER)[0]
@@ -62,7 +51,10 @@ def ask(driver: int, slot: int, tick: int) -> int:
         return 0
     status = call(d.query, (view(d.events_at, (SLOTS, EVENTS), np.int64)[slot, place],))
     if status == 0 and event_for(driver, slot, tick) == place:  # a query may run Python, in tests, and another thread
-        forget(driver, slot, place)
+        stream = view(d.streams_at, SLOTS, STREAM)[slot]  # this event, and all before it, leave the ring
+        stream.count -= (place - stream.first) % EVENTS + 1
+        stream.first = (place + 1) % EVENTS
+        stream.low = view(d.ticks_at, (SLOTS, EVENTS), np.int64)[slot, stream.first]
     return status
 
 

@@ -25,14 +25,9 @@ from .mapping import FILE
 from .table import FUNCTIONS
 
 NAMES = {
-    "reserve": "mmap",
-    "free": "munmap",
-    "create": "posix_fallocate",
-    "release": "fallocate",
-    "map": "mmap",
-    "set_access": "mprotect",
-    "unmap": "mmap",
-}
+    "reserve": "mmap", "free": "munmap", "create": "posix_fallocate", "release": "fallocate", "map": "mmap",
+    "set_access": "mprotect", "unmap": "mmap",
+}  # fmt: skip
 """By name in the table of a driver: the function of the C library."""
 NO_MEMORY = ("ENOMEM", "ENOSPC", "EFBIG")
 """What `posix_fallocate` fails with for want of memory, or at a limit of it."""

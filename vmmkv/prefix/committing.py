@@ -13,12 +13,14 @@ from ..core.streams import order, unfinished
 from ..core.tables import ROW_BITS
 from .containers import arrange
 from .holders import hold_row, read_notes, set_end
-from .nodes import add_node, add_root, node_with, page_of, split, tidy, use_path, walk
+from .nodes import (
+    add_node, attach, child_of, node_with, page_of, split, take_node, tidy, use_path, walk,
+)  # fmt: skip
 from .tables import (
     NO_FRONT, OTHER_IDS, RANGE_OF_TOKENS, TOKEN_BITS, TOO_FEW, held_frame, holders_of, nodes_of, parts_of, shapes_of,
     slots_of, tree_of,
 )  # fmt: skip
-from .telling import know, tell
+from .telling import tell
 
 
 @inner
@@ -28,7 +30,12 @@ def add_path(tree: int, key: int, ids_at: int, count: int) -> int:
     nodes, packed = nodes_of(tree), walk(tree, key, ids_at, count)
     node, tokens = packed >> TOKEN_BITS, packed & (1 << TOKEN_BITS) - 1
     if node == 0:
-        node = add_root(tree, key)
+        node = child_of(tree, 0, key)
+    if node == 0:
+        node = take_node(tree)
+        if node:
+            nodes[node].first = key
+            attach(tree, node)
     elif tokens < nodes[node].end:
         above, node = nodes[node].parent, split(tree, node, tokens)
         if node == 0:
@@ -125,7 +132,9 @@ def hold_path(tree: int, row: int, count: int, key: int) -> None:
     if deepest < count:
         settle_row(t.cache, row)
     for index in range(deepest, count):
-        know(tree, path[index])
+        n = nodes_of(tree)[path[index]]  # it holds frames, or a node below it does
+        nodes_of(tree)[n.parent].known_below += 1 - n.known
+        n.known = 1
     for index in range(count - 1, deepest - 1, -1):  # parents come before children
         tell(tree, path[index], key)
 

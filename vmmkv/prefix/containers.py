@@ -130,13 +130,3 @@ def arrange_up(tree: int, node: int) -> None:
         if nodes[node].full:
             return
         node = nodes[node].parent
-
-
-@inner
-def expire(tree: int, now: int) -> None:
-    """Gives the default priority to nodes with a priority that has expired."""
-    t = tree_of(tree)
-    t.now, node = now, first_of(t.timers)
-    while node and nodes_of(tree)[node].expires <= now:
-        arrange(tree, node)
-        node = first_of(t.timers)

@@ -7,7 +7,7 @@ from ..compiled.native import view
 from ..core.access import extent_at, row_at
 from ..core.guests import reference
 from .committing import hold_path, list_path
-from .containers import arrange, arrange_up, expire, first_of, take_off
+from .containers import arrange, arrange_up, first_of, take_off
 from .holders import read_notes, set_end, tokens_of
 from .hosted import list_lead, list_page
 from .nodes import bucket_of, node_with, page_of, tidy
@@ -173,7 +173,10 @@ def evict(tree: int, pages: int, now: int, lowest: int, out: int, most: int) -> 
     """
     t, gained, passed = tree_of(tree), 0, 0
     read_notes(tree)
-    expire(tree, now)
+    t.now, node = now, first_of(t.timers)
+    while node and nodes_of(tree)[node].expires <= now:  # its priority has expired
+        arrange(tree, node)
+        node = first_of(t.timers)
     path, node = view(t.path_at, t.path, np.int64), first_of(t.order)
     while node and gained < pages and passed < t.path:
         if is_in_use(tree, node):

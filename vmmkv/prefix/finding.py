@@ -11,7 +11,7 @@ from ..core.pages import row_of
 from ..core.sharing import next_list, plan_share
 from ..core.streams import order_row, unfinished
 from ..core.tables import ROW_BITS
-from .holders import cut_row, hold_row, holder_below, read_notes, set_end, tokens_of
+from .holders import cut_row, hold_row, read_notes, set_end, tokens_of
 from .nodes import node_with, page_of, split, use_path, walk
 from .tables import (
     ADOPT, FOUND, NOTHING, SHARE, TOKEN_BITS, held_frame, holders_of, nodes_of, parts_of, shapes_of, slots_of, tree_of,
@@ -94,35 +94,16 @@ def list_frames(tree: int, part: int, tokens: int, over: int, out: int) -> int:
 
 @inner
 def list_all(tree: int, tokens: int, over: int) -> int:
-    """Lists frames of a gathered path for the first tokens in all ranges. Returns how many of the tokens they hold."""
+    """Lists frames of a gathered path for the first tokens in all ranges; `listed` is their number. Returns how many of
+    the tokens they hold."""
     t, found = tree_of(tree), tokens
-    cursor = t.list_at
+    cursor, t.listed = t.list_at, 0
     for part in range(t.ranges):
         pages = list_frames(tree, part, tokens, over, cursor)
         found = min(found, pages * t.page_size // parts_of(tree)[part].record)
+        t.listed += view(cursor, 1, np.int64)[0]
         cursor = next_list(cursor)
     return found
-
-
-@inner
-def count_frames(tree: int) -> int:
-    """The number of frames that are listed."""
-    cursor, total = tree_of(tree).list_at, 0
-    for _ in range(tree_of(tree).ranges):
-        total += view(cursor, 1, np.int64)[0]
-        cursor = next_list(cursor)
-    return total
-
-
-@inner
-def held_tokens(tree: int, node: int, tokens: int, over: int) -> int:
-    """How many tokens of a path the frames hold that are held for it; lists these frames."""
-    gather(tree, lowest(tree, node, tokens) if over else node)
-    found = list_all(tree, tokens, over)
-    while found < tokens:
-        tokens = found
-        found = list_all(tree, tokens, over)
-    return tokens
 
 
 @inner
@@ -162,21 +143,28 @@ def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) ->
             at = nodes[at].parent
         if nodes[at].rows == 0 or nodes[at].end == 0:
             break
-        row = holder_below(tree, at)
+        lower = at
+        while nodes[lower].holder == 0:  # it has rows, or a node below it has
+            lower = nodes[lower].child
+        row = nodes[lower].holder - 1
         there = tokens_of(tree, row)
         if there >= nodes[holders[row].node].end:
             there = min(tokens, nodes[at].end)
             break
         cut_row(tree, row, there)
     if there < tokens:
-        tokens = held_tokens(tree, node, tokens, over)
+        gather(tree, lowest(tree, node, tokens) if over else node)
+        held = list_all(tree, tokens, over)
+        while held < tokens:  # fewer tokens may be held by other frames
+            tokens = held
+            held = list_all(tree, tokens, over)
         row = -1 if tokens >= there else row
     if row >= 0:
         node, tokens = at, there
         gather(tree, node)
         is_all = list_all(tree, tokens, 0) == tokens
         lost = nodes[holders[row].node].end - tokens  # tokens of the row that others could have found
-        if holders[row].parked and lost <= count_frames(tree) and may_adopt(tree, row, tokens):
+        if holders[row].parked and lost <= tree_of(tree).listed and may_adopt(tree, row, tokens):
             f.action = ADOPT
         elif is_all and not is_below_large(tree, tokens):  # few tokens may be copied: see `plan_hit`
             row = -1

@@ -130,15 +130,6 @@ def hold_row(tree: int, row: int, owner: int, node: int) -> None:
     set_end(tree, row, node)
 
 
-@inner
-def holder_below(tree: int, node: int) -> int:
-    """A row that ends at a node, or below it. There is one."""
-    nodes = nodes_of(tree)
-    while nodes[node].holder == 0:
-        node = nodes[node].child
-    return nodes[node].holder - 1
-
-
 # ---------------------------------------------------------------------- entries
 
 

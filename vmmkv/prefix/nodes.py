@@ -174,18 +174,6 @@ def add_node(tree: int, parent: int, ids_at: int, begin: int, count: int) -> int
 
 
 @inner
-def add_root(tree: int, key: int) -> int:
-    """The root of a key, a new one if there is none; 0 if there is no room."""
-    node = child_of(tree, 0, key)
-    if node == 0:
-        node = take_node(tree)
-        if node:
-            nodes_of(tree)[node].first = key
-            attach(tree, node)
-    return node
-
-
-@inner
 def attach(tree: int, node: int) -> None:
     """Makes a new node a child of its parent."""
     nodes = nodes_of(tree)

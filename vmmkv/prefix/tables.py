@@ -43,7 +43,7 @@ def _record(names: str) -> np.dtype[np.void]:
 
 TREE = _record(
     "cache page_size large ranges parts_at step grain width shapes_at nodes nodes_at fresh free used ids_at slots_at "
-    "marks_at buckets_at mask holders_at num_rows clock now order timers path path_at list_at slots tick "
+    "marks_at buckets_at mask holders_at num_rows clock now order timers path path_at list_at listed slots tick "
     "events_at event_words num_events first_event next_event held pages moved serial"
 )
 """`step` is `CHUNK` where that is a boundary, else 0. `slots` and `tick` are the fence of the work that wrote to held

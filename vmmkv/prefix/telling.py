@@ -47,15 +47,6 @@ def is_clean(tree: int, node: int) -> int:
 
 
 @inner
-def know(tree: int, node: int) -> None:
-    """Notes that a node holds frames, or a node below it does."""
-    nodes = nodes_of(tree)
-    if nodes[node].known == 0:
-        nodes[node].known = 1
-        nodes[nodes[node].parent].known_below += 1
-
-
-@inner
 def tell(tree: int, node: int, key: int) -> None:
     """Tells that the tokens of a known node are held, where that is so."""
     n = nodes_of(tree)[node]

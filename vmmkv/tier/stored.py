@@ -82,9 +82,9 @@ class StoredPrefixes:
         Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
         frames, runs, fence, is_held = np.ascontiguousarray(kept["frame"]), list[list[Run]](), Fence(), False
         try:
-            is_held = entries.hold_again(self._cache_at, at(frames), len(frames)) == DONE
-            if not is_held:
+            if (self.pool.frames["held"][frames] < 1).any():
                 raise ArgumentError("asked to store frames that no guest holds")
+            is_held = entries.refer(self._cache_at, at(frames), len(frames), 1) == DONE
             runs = self.slots.take([len(kept)])
             slots = [
                 Run(chunk, first + page, 1, address + page * self.driver.page_size)
@@ -185,7 +185,7 @@ class StoredPrefixes:
             self._clear_window()
             while self.storing and self.storing[0][0].passed():
                 frames = self.storing[0][1]  # dropped in one line, which an interruption cannot cut in two
-                entries.drop(self._cache_at, at(frames), len(self.storing.popleft()[1]))
+                entries.refer(self._cache_at, at(frames), len(self.storing.popleft()[1]), -1)
                 given += len(frames)
         return given
 
