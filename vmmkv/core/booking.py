@@ -69,15 +69,6 @@ def book_swap(pool: int, index: int) -> None:
 
 
 @inner
-def unstage(pool: int, frame: int) -> None:
-    """Books that a copy has left the staging range. The copy is free unless it lies in a row."""
-    p, f = pool_of(pool), frame_in(pool, frame)
-    if f.held:
-        f.held, f.moving, p.staged = 0, TAKEN_FRAME, 0
-        charge(p.staged_for, -f.pages)
-
-
-@inner
 def put_back(pool: int, index: int) -> None:
     """Takes `plan_unmap` back for pages that were not unmapped. Steps are put back in reverse order."""
     s = step_in(pool, index)
@@ -152,8 +143,10 @@ def finish(pool: int, accepted: int, ask: int) -> int:
         undo(pool, index)
     for index in range(p.calls):
         s = step_in(pool, index)
-        if s.kind == UNSTAGE and index < p.done:
-            unstage(pool, s.frame)
+        f = frame_in(pool, s.frame)
+        if s.kind == UNSTAGE and index < p.done and f.held:  # the copy is free unless it lies in a row
+            f.held, f.moving, p.staged = 0, TAKEN_FRAME, 0
+            charge(p.staged_for, -f.pages)
         if s.kind == RELEASE and index < p.done:
             p.created -= frame_in(pool, s.frame).pages
         if s.kind == MAP or s.kind == CREATE or s.kind == RELEASE or s.kind == STAGE or s.kind == UNSTAGE:

@@ -5,7 +5,7 @@ from ..driver.table import VACANT
 from .access import cache_of, extent_at, frame_in, pool_of, row_at, words_at
 from .pages import frame_at, put_frame
 from .rows import link_old
-from .tables import FRESH_KEY, GAINED, POOL, TAKEN_FRAME
+from .tables import GAINED, POOL, TAKEN_FRAME
 
 SMALL, LARGES, UNMADE, GAINED_SMALL, GAINED_LARGE = range(5)
 """Stacks of a pool, in the order of `POOL`."""
@@ -52,20 +52,6 @@ def take(pool: int, pages: int) -> int:
     else:
         frame = pop(pool, GAINED_SMALL if p.gained else SMALL)
     frame_in(pool, frame).moving = TAKEN_FRAME
-    return frame
-
-
-@inner
-def number(pool: int, pages: int) -> int:
-    """Takes an unused frame number, for a frame of so many pages."""
-    p = pool_of(pool)
-    if p.unmade:
-        frame = pop(pool, UNMADE)
-    else:
-        frame = p.fresh
-        p.fresh += 1
-    f = frame_in(pool, frame)
-    f.handle, f.pages, f.key, f.moving = VACANT, pages, FRESH_KEY, TAKEN_FRAME
     return frame
 
 

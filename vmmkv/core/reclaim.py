@@ -1,16 +1,16 @@
 """Finding frames: free ones, new ones within the budget, then surplus pages, the least recently used first."""
 
 from ..compiled import entry, inner
-from ..driver.table import CREATE, RELEASE, UNMAP
+from ..driver.table import CREATE, RELEASE, UNMAP, VACANT
 from .access import account_in, ask_of, cache_of, caches_of, extent_at, frame_in, pool_of, row_at, rows_of, step_in
 from .booking import settle
 from .codes import DONE, GONE, NO_LIMIT, SHORT, WAIT
-from .frames import is_gain, number, push_gained, take
+from .frames import UNMADE, is_gain, pop, push_gained, take
 from .journal import begin, close_if_any, emit, plan_unmap
 from .pages import fit, frame_at, pages_for, span_at
 from .rows import link_old, unlink_old
 from .streams import unfinished
-from .tables import FRAME, RETIRED, SPARE
+from .tables import FRAME, FRESH_KEY, RETIRED, SPARE
 
 MOST_WAITING = 64
 """Rows in use by the device that a plan passes over before it gives up."""
@@ -175,7 +175,11 @@ def plan_trim_own(cache: int, most: int, ask: int) -> int:
 @inner
 def plan_create(pool: int, pages: int) -> None:
     """Plans to create a frame for a later step."""
-    p, frame = pool_of(pool), number(pool, pages)
+    p = pool_of(pool)
+    frame = pop(pool, UNMADE) if p.unmade else p.fresh
+    p.fresh = max(p.fresh, frame + 1)
+    f = frame_in(pool, frame)
+    f.handle, f.pages, f.key = VACANT, pages, FRESH_KEY
     emit(pool, CREATE, frame, p.frames_at + frame * FRAME_SIZE, pages * p.page_size, 1)
     p.created += pages
     push_gained(pool, frame)

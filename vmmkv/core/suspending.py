@@ -120,15 +120,6 @@ def has(cache: int, row: int, part: int, page: int, frame: int) -> int:
     return 1 if frame_at(cache, part, row, page) == frame else 0
 
 
-@inner
-def row_with(cache: int, part: int, page: int, frame: int, last: int) -> int:
-    """A row that has a frame on a page, or -1: the only one, or the row `last`."""
-    f = frame_in(cache_of(cache).pool, frame)
-    if f.refs == 1 and has(cache, f.place, part, page, frame):
-        return f.place
-    return last if last >= 0 and has(cache, last, part, page, frame) else -1
-
-
 @entry
 def copy_frames(
     cache: int, part: int, pages_at: int, frames_at: int, hosts_at: int, count: int, handle: int, ask: int
@@ -142,7 +133,9 @@ def copy_frames(
     p, a, row, last = pool_of(cache_of(cache).pool), ask_of(ask), -1, count - 1
     pages, frames, hosts = words_at(pages_at, count), words_at(frames_at, count), words_at(hosts_at, count)
     while last >= 0:
-        row, first = row_with(cache, part, pages[last], frames[last], row), last
+        f, first = frame_in(cache_of(cache).pool, frames[last]), last
+        row = f.place if f.refs == 1 else row  # else perhaps the row of the frame before
+        row = row if row >= 0 and has(cache, row, part, pages[last], frames[last]) else -1
         if row >= 0:
             while (
                 first > 0

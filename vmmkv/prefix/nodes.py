@@ -92,17 +92,6 @@ def let_node(tree: int, node: int) -> None:
 
 
 @inner
-def boundary_behind(tree: int, token: int) -> int:
-    """The first boundary behind a token."""
-    t, parts = tree_of(tree), parts_of(tree)
-    found = (token // t.step + 1) * t.step if t.step else 1 << 60
-    for part in range(t.ranges):
-        record = parts[part].record
-        found = min(found, ((token * record // t.page_size + 1) * t.page_size + record - 1) // record)
-    return found
-
-
-@inner
 def page_of(tree: int, node: int, index: int) -> int:
     """The first page of the frame that a slot of a node is for; -1 if no frame of that size ends at the node."""
     n, s, size = nodes_of(tree)[node], shapes_of(tree)[index], tree_of(tree).page_size
@@ -165,7 +154,11 @@ def add_node(tree: int, parent: int, ids_at: int, begin: int, count: int) -> int
     n, above = nodes[node], nodes[parent]
     n.parent, n.begin, n.base, n.limit = parent, begin, above.base, above.limit
     if begin == above.limit:
-        n.base, n.limit = begin, boundary_behind(tree, begin)
+        n.base, n.limit = begin, (begin // t.step + 1) * t.step if t.step else 1 << 60
+        for part in range(t.ranges):  # where the next page becomes full
+            record = parts_of(tree)[part].record
+            full = (begin * record // t.page_size + 1) * t.page_size
+            n.limit = min(n.limit, (full + record - 1) // record)
     n.end = min(n.limit, count)
     copy_words(t.ids_at + 8 * node * t.grain, ids_at + 8 * n.base, n.end - n.base)
     n.first = ids_of(tree, node)[begin - n.base]

@@ -26,14 +26,15 @@ from ..core.tables import NOTE, ROW_MASK
 from ..errors import (
     ArgumentError, BusyError, OutOfPagesError, OutOfRowsError, UnsupportedError, VmmkvError,
 )  # fmt: skip
+from ..events.log import Change, Kind
 from ..events.naming import Name, name_of
 from ..tier.host_tier import HostTier
 from . import entries
 from .offload import Offload
 from .retention import Retention, words_of
-from .ring import Ring
 from .tables import (
-    ADOPT, CHUNK, EVENT_WORDS, FOUND, HEAP, HOLDER, NO_FRONT, NODE, NOTHING, OTHER_IDS, PART, SHAPE, TOO_FEW, TREE,
+    ADOPT, CHUNK, CLEARED, EVENT_WORDS, FOUND, HEAP, HOLDER, NODE, NOTHING, NO_FRONT, OTHER_IDS, PART, REMOVED, SHAPE,
+    STORED, TOO_FEW, TREE,
 )  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -50,6 +51,9 @@ NODES = 4
 """Nodes for each page that the pool may have, and for each row."""
 LONG = np.dtype(np.int64)
 _salt = urandom(16)
+DRAINED = 256
+"""Events that are drained at a time."""
+KINDS: dict[int, Kind] = {STORED: "stored", REMOVED: "removed", CLEARED: "cleared"}
 
 
 class Key(NamedTuple):
@@ -74,12 +78,7 @@ class Prefixes:
     """
 
     def __init__(
-        self,
-        cache: Cache,
-        *,
-        events: int = 0,
-        clock: Callable[[], int] = monotonic_ns,
-        tier: HostTier | None = None,
+        self, cache: Cache, *, events: int = 0, clock: Callable[[], int] = monotonic_ns, tier: HostTier | None = None
     ) -> None:
         self.cache, self.pool, self.clock = cache, cache.pool, clock
         self.names: dict[tuple[Name, Name, Name], Key] = {(None, None, None): NO_NAMES}
@@ -153,7 +152,13 @@ class Prefixes:
     ) -> Sequence:
         """Starts a sequence on shared frames, and on a copy of the tokens behind these. If there are too few pages for
         copies, it begins with fewer tokens."""
-        sequence, ask = self._start_beside(found[ROW_AT], key), Ask()
+        row, ask = found[ROW_AT], Ask()
+        try:
+            sequence = self.cache.start(key=key.tenant, avoid=row)
+        except OutOfRowsError:  # all others belong to live sequences
+            if row < 0:
+                raise
+            sequence = self.cache.start(key=key.tenant)
         arguments = self.address, sequence.ticket, *words, length, expected, over, found.buffer_info()[0]
         try:
             code = self.pool.change(ask, entries.plan_hit, *arguments)
@@ -168,15 +173,6 @@ class Prefixes:
             if over and isinstance(error, OutOfPagesError):
                 return self._share(key, words, length, expected, found, 0)
             raise
-
-    def _start_beside(self, row: int, key: Key) -> Sequence:
-        """Starts a sequence on another row than a parked one; on that one if all others belong to live sequences."""
-        try:
-            return self.cache.start(key=key.tenant, avoid=row)
-        except OutOfRowsError:
-            if row < 0:
-                raise
-            return self.cache.start(key=key.tenant)
 
     def inherit(self, fork: Sequence, sequence: Sequence) -> None:
         """Makes known of a fork what is known of its parent."""
@@ -268,6 +264,39 @@ class Prefixes:
             self.pool.close_later(self)
         else:
             self.close()
+
+
+class Ring:
+    """The events of a tree, for an `EventLog`, numbered from 0 on; the oldest are lost when there is no room for more. It
+    keeps neither the tree nor its cache alive.
+
+    Args:
+        state: the tree's.
+        keys: salts, adapters and tenants, and the tree's numbers for them, which grow.
+    """
+
+    def __init__(self, state: Any, keys: dict[tuple[Name, Name, Name], Any]) -> None:
+        self.state, self.keys = state, keys
+        self.names: dict[int, tuple[Name, Name, Name]] = {}
+
+    @property
+    def first(self) -> int:
+        """The number of the oldest event that is there."""
+        return int(self.state[0]["first_event"])
+
+    def drain(self) -> tuple[int, list[Change]]:
+        """Takes the oldest events. Returns the number of the first, and the events. One thread at a time may call
+        this."""
+        out = np.zeros((DRAINED, int(self.state[0]["event_words"])), np.int64)
+        events = out[: entries.drain(at(self.state), at(out), DRAINED)]
+        return int(events[0, 0]) if len(events) else self.first, [self._change(each) for each in events]
+
+    def _change(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> Change:
+        _, kind, node, parent, key, begin, end, priority = words[:EVENT_WORDS].tolist()
+        if key not in self.names:
+            self.names = {number: names for names, (number, _tenant) in self.keys.copy().items()}
+        ids = words[EVENT_WORDS : EVENT_WORDS + end - begin].copy()
+        return Change(KINDS[kind], node, parent, self.names[key], begin, ids, priority)
 
 
 def tenant_key(tenant: Name) -> int:
