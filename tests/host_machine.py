@@ -84,7 +84,7 @@ class HostMachine(PrefixMachine):
 
     def staging(self) -> list[range]:
         size = WINDOW * self.pool.driver.page_size
-        windows = [tier.prefixes._window for tier in self.tiers if tier.prefixes._shown]
+        windows = [tier.prefixes._window.start for tier in self.tiers if tier.prefixes._shown]
         return [*super().staging(), *(range(window, window + size) for window in windows)]
 
     def check(self) -> None:

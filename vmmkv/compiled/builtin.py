@@ -22,11 +22,8 @@ class _Method(ctypes.Structure):
     """CPython's `PyMethodDef`."""
 
     _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
+        ("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p),
+    )  # fmt: skip
 
 
 def assembly(functions: Sequence[Any], addresses: Sequence[int]) -> str:

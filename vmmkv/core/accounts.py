@@ -3,16 +3,7 @@
 from ..compiled import entry
 from ..compiled.native import view
 from .access import (
-    account_in,
-    ask_of,
-    cache_of,
-    caches_of,
-    extent_at,
-    frame_in,
-    pool_of,
-    range_at,
-    row_at,
-    words_at,
+    account_in, ask_of, cache_of, caches_of, extent_at, frame_in, pool_of, range_at, row_at, words_at,
 )  # fmt: skip
 from .booking import settle
 from .codes import DONE, FULL, NEEDS, NO_LIMIT, TAKEN

@@ -50,19 +50,9 @@ class Cache:
     """The object that tensors over the ranges hold, if there are any."""
 
     def __init__(
-        self,
-        pool: Pool,
-        records: tuple[int, ...],
-        max_sequences: int,
-        max_seq_len: int,
-        *,
-        limit: int | None = None,
-        reserved: int = 0,
-        lookahead: int = 0,
-        overread: int = 0,
-        large: bool = True,
-        scrub: bool = False,
-    ) -> None:
+        self, pool: Pool, records: tuple[int, ...], max_sequences: int, max_seq_len: int, *, limit: int | None = None,
+        reserved: int = 0, lookahead: int = 0, overread: int = 0, large: bool = True, scrub: bool = False,
+    ) -> None:  # fmt: skip
         if not (0 < max_sequences <= ROW_MASK and max_seq_len > 0 and lookahead >= 0 and overread >= 0):
             raise ArgumentError(
                 f"got max_sequences={max_sequences}, max_seq_len={max_seq_len}, lookahead={lookahead}, "
@@ -93,7 +83,12 @@ class Cache:
             queue_at=at(zeros(max_sequences, np.dtype(np.int64))),
         )  # fmt: skip
         self.address = at(self.state)
-        self._link_rows()
+        count, heads = max_sequences, np.arange(max_sequences, max_sequences + LISTS)
+        rows, numbers = self.rows, np.arange(max_sequences)  # all on the list of those without pages
+        rows["next"][count:] = rows["prev"][count:] = rows["older"][count:] = rows["younger"][count:] = heads
+        rows["next"][:count], rows["prev"][:count] = numbers + 1, numbers - 1
+        rows["prev"][0], rows["next"][count], rows["prev"][count] = count, 0, count - 1
+        rows["list"][count:] = -1
         self.owners, self.lengths = self.rows["owner"], self.rows["length"]
         self.starts, self.capacities = self.rows["start"], self.rows["capacity"]
         self.aways, self.away_starts = self.rows["away"], self.rows["away_start"]
@@ -109,15 +104,6 @@ class Cache:
             each.is_empty = False
         if lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
-
-    def _link_rows(self) -> None:
-        """Puts all rows on the list of those without pages."""
-        count, heads = self.max_sequences, np.arange(self.max_sequences, self.max_sequences + LISTS)
-        rows, numbers = self.rows, np.arange(self.max_sequences)
-        rows["next"][count:] = rows["prev"][count:] = rows["older"][count:] = rows["younger"][count:] = heads
-        rows["next"][:count], rows["prev"][:count] = numbers + 1, numbers - 1
-        rows["prev"][0], rows["next"][count], rows["prev"][count] = count, 0, count - 1
-        rows["list"][count:] = -1
 
     # ------------------------------------------------------------------ sequences
 

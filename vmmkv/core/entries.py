@@ -5,7 +5,7 @@ from ..compiled.code import on_first_use
 
 MODULES = (
     "tables codes access pages streams rows frames journal booking reclaim accounts growth starting sharing parting "
-    "copying suspending ahead guests"
+    "copying ahead guests"
 )
 ENTRIES = entries_of("vmmkv.core", MODULES)
 SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")]

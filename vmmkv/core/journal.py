@@ -180,15 +180,6 @@ def driver_kind(kind: int) -> int:
     return MAP if kind in (STAGE, IN) else kind
 
 
-@inner
-def make(pool: int, driver: int, index: int) -> int:
-    """Makes the driver call of a step. Returns a status."""
-    s = step_in(pool, index)
-    kind = driver_kind(s.kind)
-    other = frame_in(pool, s.frame).handle if kind == MAP else s.other
-    return driver_step(driver, kind, s.address, s.nbytes, other, s.stream)
-
-
 @entry_without_lock
 def run(pool: int, serial: int, ahead: int) -> int:
     """Makes the driver calls of a journal. Returns the driver's status, or `STALE`."""
@@ -203,12 +194,13 @@ def run(pool: int, serial: int, ahead: int) -> int:
         return status
     start = now(driver, scratch)
     while p.done < p.calls and status == 0:
-        kind = step_in(pool, p.done).kind
-        status = make(pool, driver, p.done)
+        s = step_in(pool, p.done)
+        kind, counted = s.kind, driver_kind(s.kind)
+        other = frame_in(pool, s.frame).handle if counted == MAP else s.other
+        status = driver_step(driver, counted, s.address, s.nbytes, other, s.stream)
         p.status = status
         if status == 0:
             p.done += 1
-        counted = driver_kind(kind)
         if counted <= RELEASE or counted == SET_READ_ACCESS:
             meter(spent, counted, 1 if status == 0 else 0, 0)
             if status or p.done == p.calls or step_in(pool, p.done).kind != kind:

@@ -4,10 +4,10 @@ given to another stream while a row names it."""
 from typing import Any
 
 from ..compiled import accessor, entry, inner
-from ..compiled.native import call, view
+from ..compiled.native import view
 from ..driver.fencing import SLOTS, STREAM, let_slots, order_slots, pending_slots, record_slots, slot_for
-from ..driver.running import WORD, either_captured, enter, leave
-from ..driver.table import STATUS
+from ..driver.running import WORD, either_captured, enter, leave, step
+from ..driver.table import STATUS, SYNCHRONIZE
 from .access import ask_of, cache_of, driver_of, pool_of, row_at
 from .codes import CAPTURED, DONE, FAILED
 from .pages import row_of
@@ -97,13 +97,9 @@ def order_behind(cache: int, row: int, handle: int, ask: int) -> int:
 
 @inner
 def wait_for_all(driver: int, ask: int) -> None:
-    """Waits for all work on the device where no event can be recorded: see `vmmkv.driver.running.synchronize`."""
-    d = driver_of(driver)
+    """Waits for all work on the device where no event can be recorded."""
     if enter(driver, ask) == 0:
-        if call(d.allocate, (ask + STATUS * WORD, 1)):
-            call(d.synchronize, ())
-        else:
-            call(d.deallocate, (ask_of(ask).status,))
+        step(driver, SYNCHRONIZE, ask + STATUS * WORD, 0, 0, 0)
         leave(driver, ask)
 
 

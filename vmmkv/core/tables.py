@@ -41,11 +41,12 @@ import numpy as np
 from ..driver.table import SCRATCH, STATUS
 
 
-def _record(names: str) -> np.dtype[np.void]:
+def fields(names: str) -> np.dtype[np.void]:
+    """A type of records of integers."""
     return np.dtype([(name, np.int64) for name in names.split()])
 
 
-POOL = _record(
+POOL = fields(
     "driver page_size large frames_at capacity fresh "
     "small small_at larges larges_at unmade unmade_at gained gained_at gained_large gained_large_at "
     "budget created leased used committed accounts_at accounts caches_at caches clock "
@@ -59,32 +60,32 @@ used by the cache `staged_for`, and a copy of what lies on a page of the sequenc
 the cache `source_of` that the journal reads from. `poison` is the byte that debugging fills with, and `poisons` what
 the journal does: 0 in a capture. `made` counts pages that were created since the beginning,
 `mapped_ahead` and `mapped_in_need` those that the mapper and other threads have mapped."""
-ACCOUNT = _record("used limit reserved leased open")
-CACHE = _record(
+ACCOUNT = fields("used limit reserved leased open")
+CACHE = fields(
     "pool account num_rows ranges ranges_at rows_at extents_at max_tokens overread lookahead large key_of_sequence "
     "classes live tokens adopted reused ring_at ring_size ring_head ring_tail guest queue_at queue_first queue_count "
     "turn closed page_uses"
 )
 """`page_uses` counts the pages that sequences used when they ended."""
-RANGE = _record("address record row_pages pages_at")
-ROW = _record(
+RANGE = fields("address record row_pages pages_at")
+ROW = fields(
     "owner last left length start room capacity expected ahead_at key streams stream slots tick stamp gain busy turn "
     "target cut list next prev is_old older younger queued broken broken_part broken_page suspended away away_start"
 )
-EXTENT = _record("first ready mapped head_end shared readonly use_first use_end")
-FRAME = _record("handle pages refs held users key place leaving moving")
-STEP = _record("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
-ASK = _record(
+EXTENT = fields("first ready mapped head_end shared readonly use_first use_end")
+FRAME = fields("handle pages refs held users key place leaving moving")
+STEP = fields("kind cache row range page count frame other address nbytes stream ready head_end shared readonly owner")
+ASK = fields(
     " ".join("status" if index == STATUS else f"scratch{index}" for index in range(SCRATCH))
     + " asked available slots tick row fresh frugal current"
 )
 """Numbers beside a code, behind words for the driver (`vmmkv.driver.table`), the first of which is a call's status:
 pages asked for and available, a fence to wait for, a row, the new slot of a stream + 1. The caller sets `frugal`, where
 the driver has no memory for new frames, and `current`, the handle of its stream."""
-COUNTS = _record("mapped bytes uses live parked retired")
+COUNTS = fields("mapped bytes uses live parked retired")
 """Pages that are mapped for a cache, and bytes of its live tokens, each byte of memory counted once; pages that live
 sequences use, each as often as it is used; live rows, parked rows, rows that no sequence can adopt as they are."""
-NOTE = _record("kind row owner tokens")
+NOTE = fields("kind row owner tokens")
 """A message to a guest about a row: see `vmmkv.core.guests`."""
 
 VACANT_ROWS, LIVE, SPARE, RETIRED, CLASSES = 0, 1, 2, 3, 4

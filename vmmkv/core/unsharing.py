@@ -60,8 +60,12 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
 
 def _swap(cache: Cache, ticket: int, part: int) -> bool:
     """Puts the staged copy in its place. Returns False where other rows share pages of the row meanwhile."""
+    ask = Ask()
     try:
-        wait_for_row(cache, ticket)
+        code = entries.fence(cache.address, ticket, ask.address)
+        if code < 0:
+            raise cache.error(code, ask)
+        Fence(cache.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
         code = cache.pool.change(Ask(), entries.plan_swap, cache.address, ticket, part)
     except BaseException:
         with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
@@ -77,12 +81,3 @@ def _swap(cache: Cache, ticket: int, part: int) -> bool:
 def _shared_end(cache: Cache, ticket: int, part: int) -> int:
     """The page below which a row's pages may be shared."""
     return int(cache.extents[(ticket & ROW_MASK) * len(cache.ranges) + part]["shared"])
-
-
-def wait_for_row(cache: Cache, ticket: int) -> None:
-    """Waits for all work on a row."""
-    ask = Ask()
-    code = entries.fence(cache.address, ticket, ask.address)
-    if code < 0:
-        raise cache.error(code, ask)
-    Fence(cache.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()

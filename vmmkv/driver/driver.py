@@ -18,18 +18,7 @@ from . import entries
 from .fencing import EVENTS, SLOTS, STREAM
 from .running import CAPTURED
 from .table import (
-    COPY,
-    CREATE,
-    DRIVER,
-    FILL,
-    FORKED,
-    FREE,
-    MAP,
-    RELEASE,
-    RESERVE,
-    SCRATCH,
-    SET_ACCESS,
-    SET_READ_ACCESS,
+    COPY, CREATE, DRIVER, FILL, FORKED, FREE, MAP, RELEASE, RESERVE, SCRATCH, SET_ACCESS, SET_READ_ACCESS, SYNCHRONIZE,
     UNMAP,
 )  # fmt: skip
 
@@ -37,7 +26,10 @@ Handle = NewType("Handle", int)
 """Physical memory of a page, or of several side by side, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
-STEPS = ["unmap", "map", "set_access", "create", "release", "set_access", "reserve", "free", "wait_for", "fill", "copy"]
+STEPS = (
+    "unmap", "map", "set_access", "create", "release", "set_access", "reserve", "free", "wait_for", "fill", "copy",
+    "deallocate",
+)  # fmt: skip
 """By kind of a step: the function of the table."""
 
 
@@ -160,13 +152,8 @@ class Driver:
 
     def synchronize(self) -> None:
         """Waits for all work on the device. Captures of other threads go on undisturbed."""
-        current = self.current_stream()
-        _scratch, at = new_scratch()
-        status = entries.synchronize(self.address, handle_of(current), at)
-        if status == CAPTURED:
-            raise self.captured("deallocate", current)
-        if status:
-            raise self.error("deallocate", status)
+        word = array("q", [0])
+        self.make_step(SYNCHRONIZE, word.buffer_info()[0], streams=(self.current_stream(), None))
 
     # -------------------------------------------------------------- errors
 

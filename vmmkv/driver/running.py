@@ -5,26 +5,8 @@ import numpy as np
 from ..compiled import entry_without_lock, inner
 from ..compiled.native import call, view
 from .table import (
-    CAPTURED_IMPLICITLY,
-    CELL,
-    COPY,
-    CREATE,
-    DRIVER,
-    FILL,
-    FREE,
-    MAP,
-    MODE,
-    OUT_OF_MEMORY,
-    RELEASE,
-    RESERVE,
-    SCRATCH,
-    SET_ACCESS,
-    SET_READ_ACCESS,
-    STATUS,
-    TIME,
-    UNMAP,
-    VACANT,
-    WAIT_FOR,
+    CAPTURED_IMPLICITLY, CELL, COPY, CREATE, DRIVER, FILL, FREE, MAP, MODE, OUT_OF_MEMORY, RELEASE, RESERVE, SCRATCH,
+    SET_ACCESS, SET_READ_ACCESS, STATUS, SYNCHRONIZE, TIME, UNMAP, VACANT, WAIT_FOR,
 )  # fmt: skip
 
 MONOTONIC, RELAXED, WORD = 1, 2, 8
@@ -66,7 +48,12 @@ def now(driver: int, scratch: int) -> int:
 def step(driver: int, kind: int, address: int, nbytes: int, other: int, stream: int) -> int:
     """Makes one call. `create` and `release` write to `other` words from `address` on, or read from the first;
     `reserve` writes to the word there, and `other` is the alignment. A fill has a value, a copy its source as `other`,
-    and both are queued on a stream."""
+    and both are queued on a stream.
+
+    `SYNCHRONIZE` waits for all work on the device, with a word at the address. `synchronize` would break a capture of
+    any other thread, whatever this thread's mode. To free memory waits for all streams as well, and leaves captures
+    alone (seen on an H200 with driver 580).
+    """
     d = view(driver, 1, DRIVER)[0]
     if kind == FILL:
         return call(d.fill, (address, other, nbytes, stream))
@@ -86,6 +73,11 @@ def step(driver: int, kind: int, address: int, nbytes: int, other: int, stream: 
         return call(d.free, (address, nbytes))
     if kind == WAIT_FOR:
         return call(d.wait_for, (address,))
+    if kind == SYNCHRONIZE:
+        status = call(d.allocate, (address, 1))
+        if status == OUT_OF_MEMORY:
+            return call(d.synchronize, ())
+        return status if status else call(d.deallocate, (view(address, 1, np.int64)[0],))
     if kind == CREATE:
         status = call(d.create, (address, nbytes, d.property, 0))
     else:
@@ -135,26 +127,4 @@ def make(driver: int, kind: int, address: int, nbytes: int, other: int, current:
         if status == 0:
             status = step(driver, kind, address, nbytes, other, stream)
         leave(driver, scratch)
-    return status
-
-
-@entry_without_lock
-def synchronize(driver: int, current: int, scratch: int) -> int:
-    """Waits for all work on the device, unless the current stream is captured. Returns a status, or `CAPTURED`.
-
-    `synchronize` would break a capture of any other thread, whatever this thread's mode. To free memory waits for all
-    streams as well, and leaves captures alone (seen on an H200 with driver 580).
-    """
-    d = view(driver, 1, DRIVER)[0]
-    status = enter(driver, scratch)
-    if status:
-        return status
-    status = captured(driver, current, scratch)
-    if status == 0:
-        status = call(d.allocate, (scratch + STATUS * WORD, 1))
-        if status == OUT_OF_MEMORY:
-            status = call(d.synchronize, ())
-        elif status == 0:
-            status = call(d.deallocate, (view(scratch, SCRATCH, np.int64)[STATUS],))
-    leave(driver, scratch)
     return status

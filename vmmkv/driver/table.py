@@ -55,7 +55,7 @@ FENCES = ("tick", "streams_at", "ticks_at", "events_at")
 DRIVER = np.dtype([(name, np.int64) for name in (*FUNCTIONS, *ARGUMENTS, "clock", *FENCES)])
 """`clock` is `clock_gettime`."""
 
-UNMAP, MAP, SET_ACCESS, CREATE, RELEASE, SET_READ_ACCESS, RESERVE, FREE, WAIT_FOR, FILL, COPY = range(11)
+UNMAP, MAP, SET_ACCESS, CREATE, RELEASE, SET_READ_ACCESS, RESERVE, FREE, WAIT_FOR, FILL, COPY, SYNCHRONIZE = range(12)
 """Kinds of steps. A meter counts those up to `RELEASE`, and `SET_READ_ACCESS` as `SET_ACCESS`."""
 VACANT = -1
 """The handle of a frame that does not exist."""

@@ -38,13 +38,6 @@ def ring_drop(records: int, size: int, head: int, item: int) -> int:
 
 
 @inner
-def is_in(heap: int, item: int) -> int:
-    """Whether an item is in a heap."""
-    h = view(heap, 1, HEAP)[0]
-    return 1 if view(h.places_at, h.room, np.int64)[item] else 0
-
-
-@inner
 def put_at(heap: int, item: int, place: int) -> None:
     """Puts an item on a place of a heap."""
     h = view(heap, 1, HEAP)[0]

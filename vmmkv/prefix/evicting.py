@@ -69,15 +69,6 @@ def drop_frames(tree: int, node: int) -> int:
 
 
 @inner
-def key_of(tree: int, node: int) -> int:
-    """The key of a node."""
-    nodes = nodes_of(tree)
-    while nodes[node].parent:
-        node = nodes[node].parent
-    return nodes[node].first
-
-
-@inner
 def drop_doubles(tree: int, row: int) -> int:
     """Drops frames that no live row uses, of tokens that a live row has committed, too, and holds the row's own frames
     instead, where these tokens fill them. Returns the pages that are free then, or can be reclaimed."""
@@ -102,8 +93,8 @@ def drop_doubles(tree: int, row: int) -> int:
                 gained += drop_slot(tree, node, index)
         is_bare = 1 if n.known and n.full == 0 and others == 0 else 0
     if gained:
-        node = path[0]
-        hold_path(tree, row, list_path(tree, node, 0, 1), key_of(tree, node))
+        key = nodes[nodes[path[count - 1]].parent].first
+        hold_path(tree, row, list_path(tree, path[0], 0, 1), key)
         for which in range(count):
             untell(tree, path[which])
     return gained

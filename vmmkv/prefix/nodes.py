@@ -4,7 +4,7 @@ import numpy as np
 
 from ..compiled import inner
 from ..compiled.native import view
-from .containers import arrange, is_in, ring_add, ring_drop, take_off
+from .containers import arrange, ring_add, ring_drop, take_off
 from .tables import DEFAULT_PRIORITY, NODE_BYTES, NODE_WORDS, TOKEN_BITS, ids_of, nodes_of, parts_of, shapes_of, tree_of
 from .telling import copy_words, untell
 
@@ -137,8 +137,7 @@ def use_path(tree: int, node: int) -> None:
     t.clock += 1
     while node:
         nodes[node].used = t.clock
-        if is_in(t.order, node):
-            arrange(tree, node)
+        arrange(tree, node)
         node = nodes[node].parent
 
 
@@ -173,8 +172,7 @@ def attach(tree: int, node: int) -> None:
     parent = nodes[node].parent
     link(tree, node)
     nodes[parent].children += 1
-    if is_in(tree_of(tree).order, parent):
-        arrange(tree, parent)
+    arrange(tree, parent)
 
 
 @inner

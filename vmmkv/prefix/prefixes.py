@@ -267,8 +267,8 @@ class Prefixes:
 
 
 class Ring:
-    """The events of a tree, for an `EventLog`, numbered from 0 on; the oldest are lost when there is no room for more. It
-    keeps neither the tree nor its cache alive.
+    """The events of a tree, for an `EventLog`, numbered from 0 on; the oldest are lost when there is no room for more.
+    It keeps neither the tree nor its cache alive.
 
     Args:
         state: the tree's.

@@ -35,13 +35,10 @@ import numpy as np
 from ..compiled import accessor
 from ..compiled.native import view
 from ..core.access import cache_of, frame_in, record_of
+from ..core.tables import fields
 
 
-def _record(names: str) -> np.dtype[np.void]:
-    return np.dtype([(name, np.int64) for name in names.split()])
-
-
-TREE = _record(
+TREE = fields(
     "cache page_size large ranges parts_at step grain width shapes_at nodes nodes_at fresh free used ids_at slots_at "
     "marks_at buckets_at mask holders_at num_rows clock now order timers path path_at list_at listed slots tick "
     "events_at event_words num_events first_event next_event held pages moved serial"
@@ -50,25 +47,25 @@ TREE = _record(
 frames. `held` counts references to frames, and `pages` their pages. `order` and `timers` are addresses of heaps. Events
 are numbered from 0 on: `first_event` is the oldest that is there. `moved` counts the pages that an eviction has listed
 for the host, and `serial` the nodes that were moved there."""
-NODE = _record(
+NODE = fields(
     "next prev parent first begin end base limit child chain children rows live holder pins full known known_below "
     "told priority used expires host lead"
 )
 """`first` is the first id; `chain` the next node with the same hash; `holder` a row + 1; `full` the number of slots in
 use. `host` is the serial of the node's copy in host memory, times -1 while the copy is being made; `lead` says that the
 copy also has the pages in front, as far as a token needs them. A node's ids in `ids` are those from `base` on."""
-PART = _record("record pages_at groups_at covered low high")
-SHAPE = _record("part size offset")
-HOLDER = _record("next prev owner node held parked")
+PART = fields("record pages_at groups_at covered low high")
+SHAPE = fields("part size offset")
+HOLDER = fields("next prev owner node held parked")
 """`held` is the number of tokens up to which the row's frames are held or known."""
-HEAP = _record("count room items_at places_at keys_at")
-FOUND = _record("action tokens row last")
-RANGE_OF_TOKENS = _record("start end priority expires")
-MOVED = _record("node serial part page frame offset priority gain old")
+HEAP = fields("count room items_at places_at keys_at")
+FOUND = fields("action tokens row last")
+RANGE_OF_TOKENS = fields("start end priority expires")
+MOVED = fields("node serial part page frame offset priority gain old")
 """A page that goes to the host: the `offset`-th of a frame. `gain` says that the device gets the page, `old` is the
 serial of an earlier copy of the node, or 0."""
-ON_HOST = _record("serial part page")
-EVENT = _record("number kind node parent key begin end priority")
+ON_HOST = fields("serial part page")
+EVENT = fields("number kind node parent key begin end priority")
 NODE_BYTES, HOLDER_BYTES, EVENT_BYTES = NODE.itemsize, HOLDER.itemsize, EVENT.itemsize
 NODE_WORDS, EVENT_WORDS = NODE_BYTES // 8, EVENT_BYTES // 8
 

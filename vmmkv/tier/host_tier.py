@@ -4,7 +4,7 @@ Tokens move between rows and slots of pinned host memory in large copies: a row 
 a stream of the tier's own, behind all work on the row. Copies back go on the sequence's own stream, which the current
 stream waits for.
 
-The core knows which rows are suspended (`vmmkv.core.suspending`); the tier has their slots by ticket, which the next
+The core knows which rows are suspended (`vmmkv.core.copying`); the tier has their slots by ticket, which the next
 call of the tier gives back. Prefixes (`vmmkv.tier.stored`) make way for sequences.
 """
 

@@ -6,7 +6,6 @@ in a window of the tier's own, a few at a time; then the copy is waited for.
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence as Items
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core import entries
+from ..core.addresses import Addresses
 from ..core.cache import Cache
 from ..core.codes import DONE, PART
 from ..core.pool import Ask, at
@@ -61,7 +61,8 @@ class StoredPrefixes:
         """Nodes and serials of prefixes that have made way. The guest empties the queue."""
         self.storing: deque[tuple[Fence, npt.NDArray[np.int64]]] = deque()
         """Frames that are being copied, one for each page."""
-        self._window = self._shown = 0
+        self._window: Addresses | None = None
+        self._shown = 0
 
     # ------------------------------------------------------------------ to the host
 
@@ -141,20 +142,20 @@ class StoredPrefixes:
     def _copy_through_window(self, frames: dict[int, list[tuple[int, int]]]) -> None:
         """Copies pages of frames, of each the place and an address in host memory, and waits for the copies."""
         size, left = self.driver.page_size, [*frames.items()]
-        if left and not self._window:
-            self._window = self.driver.reserve(WINDOW * size)
-            weakref.finalize(self, _free, self.driver, self._window, WINDOW * size).atexit = False
+        if left and self._window is None:
+            self._window = Addresses(self.driver, WINDOW * size)
+        start = self._window.start if self._window else 0
         while left:
             self._clear_window()
             moves: list[tuple[int, int]] = []
             try:
                 while left and self._shown + (pages := int(self.pool.frames[left[0][0]]["pages"])) <= WINDOW:
                     frame, places = left.pop(0)
-                    address = self._window + self._shown * size
+                    address = start + self._shown * size
                     self.driver.map(address, Handle(int(self.pool.frames[frame]["handle"])), pages)
                     self._shown += pages
                     moves += [(host, address + offset * size) for offset, host in places]
-                self.driver.set_access(self._window, self._shown * size, writable=False)
+                self.driver.set_access(start, self._shown * size, writable=False)
                 with finished_on_error(self.driver):
                     for target, source in moves:
                         self.driver.copy(target, source, size, self.stream)
@@ -164,8 +165,8 @@ class StoredPrefixes:
 
     def _clear_window(self) -> None:
         """Unmaps what is in the window."""
-        if self._shown:
-            self.driver.unmap(self._window, self._shown * self.driver.page_size)
+        if self._window and self._shown:
+            self.driver.unmap(self._window.start, self._shown * self.driver.page_size)
             self._shown = 0
 
     def finish(self, pages: int) -> int:
@@ -257,9 +258,3 @@ class StoredPrefixes:
         wait_for_device(self.driver)
         self.collect()
         self._clear_window()
-
-
-def _free(driver: Any, address: int, nbytes: int) -> None:
-    """Gives the addresses of a window back."""
-    with suppress(VmmkvError):
-        driver.free(address, nbytes)
