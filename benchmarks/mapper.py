@@ -24,6 +24,7 @@ from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import errors
 from vmmkv.driver.driver import Driver
+from vmmkv.driver.table import MAP
 
 from .environment import environment
 from .geometry import memory_of, open_geometry, synchronize
@@ -159,13 +160,13 @@ def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[]
         extending, mapped, called = 0.0, 0, 0
         start = perf_counter()
         for _ in range(steps):
-            maps, calls = meter.count("map"), meter.spent[:, 0].sum()  # the second, of this thread
+            maps, calls = meter.spent[MAP, 0], meter.spent[:, 0].sum()  # the second, of this thread
             began = perf_counter()
             cache.extend(batch, 1)
             extending += perf_counter() - began
             work()
             bench.wait()
-            mapped, called = mapped + meter.count("map") - maps, called + bool(meter.spent[:, 0].sum() > calls)
+            mapped, called = mapped + meter.spent[MAP, 0] - maps, called + bool(meter.spent[:, 0].sum() > calls)
         seconds = perf_counter() - start
         ahead = cache.stats().pages_mapped["ahead"]
     return {

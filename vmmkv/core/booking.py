@@ -69,32 +69,24 @@ def book_swap(pool: int, index: int) -> None:
 
 
 @inner
-def put_back(pool: int, index: int) -> None:
-    """Takes `plan_unmap` back for pages that were not unmapped. Steps are put back in reverse order."""
-    s = step_in(pool, index)
-    e, end = extent_at(s.cache, s.row, s.range), s.page + s.count
-    if e.first == e.mapped:
-        e.first, e.mapped = s.page, end
-    elif end == e.first:
-        e.first = s.page
-    else:
-        e.mapped = end
-    e.ready, e.head_end, e.readonly = s.ready, s.head_end, s.readonly
-    track(s.cache, s.row, s.range, s.shared)
-    page = s.page
-    while page < end:  # takes `leave` back
-        f = frame_in(pool, frame_at(s.cache, s.range, s.row, page))
-        f.leaving -= 1
-        f.moving = 0 if f.moving == GAINED else f.moving
-        page += f.pages
-
-
-@inner
 def undo(pool: int, index: int) -> None:
-    """Takes back the plan of a driver call that was not made."""
+    """Takes back the plan of a driver call that was not made. Steps are taken back in reverse order."""
     p, s = pool_of(pool), step_in(pool, index)
     if s.kind == UNMAP:
-        put_back(pool, index)
+        e, page, end = extent_at(s.cache, s.row, s.range), s.page, s.page + s.count
+        if e.first == e.mapped:
+            e.first, e.mapped = page, end
+        elif end == e.first:
+            e.first = page
+        else:
+            e.mapped = end
+        e.ready, e.head_end, e.readonly = s.ready, s.head_end, s.readonly
+        track(s.cache, s.row, s.range, s.shared)
+        while page < end:  # takes `leave` back
+            f = frame_in(pool, frame_at(s.cache, s.range, s.row, page))
+            f.leaving -= 1
+            f.moving = 0 if f.moving == GAINED else f.moving
+            page += f.pages
     elif s.kind == FILL and s.count:
         e = extent_at(s.cache, s.row, s.range)
         e.ready = min(e.ready, s.page)

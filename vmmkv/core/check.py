@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,14 @@ from .pool import LARGE, Pool
 from .tables import CLASSES, LISTS, LIVE, RETIRED, SPARE, VACANT_ROWS
 
 
-class Found:
-    """Counts of each frame, from the tables of a pool's caches."""
-
-    def __init__(self) -> None:
-        self.refs: Counter[int] = Counter()
-        self.users: Counter[int] = Counter()
-        self.place: dict[int, int] = {}
-
-
 def check(pool: Pool, caches: Sequence[Cache], held: Counter[int] | None = None) -> None:
     """Raises `InvariantError` where the books of a pool and its caches are wrong. `held` counts the references of
     guests, by frame."""
     with pool.lock:
         state = pool.state[0]
         expect(state["pending"] == 0, "a journal is pending")
-        found, used = Found(), 0
+        found = SimpleNamespace(refs=Counter(), users=Counter(), place=Counter())  # of each frame, from the tables
+        used = 0
         for cache in caches:
             used += check_rows(pool, cache, found)
         check_frames(pool, found, held or Counter())
@@ -50,7 +43,7 @@ def expect(holds: Any, words: str) -> None:
         raise InvariantError(words)
 
 
-def check_frames(pool: Pool, found: Found, held: Counter[int]) -> None:
+def check_frames(pool: Pool, found: SimpleNamespace, held: Counter[int]) -> None:
     """Checks frames, and the stacks of free ones."""
     state, frames = pool.state[0], pool.frames
     staged = {int(state["staged"]) - 1} if state["staged"] else set()
@@ -76,7 +69,7 @@ def check_frames(pool: Pool, found: Found, held: Counter[int]) -> None:
     expect(created + state["leased"] <= state["budget"] or state["used"] <= state["budget"], "more than the budget")
 
 
-def check_rows(pool: Pool, cache: Cache, found: Found) -> int:
+def check_rows(pool: Pool, cache: Cache, found: SimpleNamespace) -> int:
     """Checks the rows of a cache. Returns the pages that they use; a frame of several users counts with the first."""
     used, tokens, live = 0, 0, 0
     size = pool.driver.page_size

@@ -111,9 +111,6 @@ def plan_resume(cache: int, ticket_at: int, copies_at: int, copies: int, ask: in
     return code
 
 
-# ---------------------------------------------------------------------- frames of guests
-
-
 @inner
 def has(cache: int, row: int, part: int, page: int, frame: int) -> int:
     """Whether a row has a frame on a page, where it can be read."""
@@ -194,9 +191,6 @@ def plan_load(
     begin(pool)
     plan_copies(cache, row, copies_at, copies, 1)
     return close(pool)
-
-
-# ---------------------------------------------------------------------- between rows
 
 
 @entry

@@ -3,10 +3,8 @@
 from ..compiled import entries_of
 from ..compiled.code import on_first_use
 
-MODULES = (
-    "tables codes access pages streams rows frames journal booking reclaim accounts growth starting sharing parting "
-    "copying ahead guests"
-)
+MODULES = "tables codes access pages streams rows frames journal booking reclaim accounts"
+MODULES += " growth starting sharing parting copying ahead"
 ENTRIES = entries_of("vmmkv.core", MODULES)
 SOURCES = [f"core/{name}.py" for name in (*MODULES.split(), "entries")]
 SOURCES += [f"driver/{name}.py" for name in ("table", "running", "fencing")]

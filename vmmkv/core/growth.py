@@ -82,9 +82,6 @@ def grow_one(cache: int, ticket: int, tokens: int, held: int) -> int:
     return NEEDS if held >= 0 and length != held else grow_to(cache, row, length + tokens)
 
 
-# ---------------------------------------------------------------------- onto pages
-
-
 @inner
 def first_missing(cache: int, row: int, part: int) -> int:
     """The page behind a row's mapped pages, or the first that it needs."""

@@ -169,9 +169,6 @@ def use_source(cache: int, row: int) -> None:
     place(cache, row)
 
 
-# ---------------------------------------------------------------------- running
-
-
 @inner
 def driver_kind(kind: int) -> int:
     """The driver's call for a kind of steps."""

@@ -94,9 +94,6 @@ def place(cache: int, row: int) -> None:
         unlink_old(cache, row)
 
 
-# ---------------------------------------------------------------------- used pages
-
-
 @inner
 def charge(cache: int, pages: int) -> None:
     """Adds to the pages that a cache uses."""

@@ -45,11 +45,6 @@ class Sequence:
         watch.cell = self.cell
         cache.watches.add(watch)
 
-    @property
-    def row(self) -> int:
-        """Its row."""
-        return self.record_index()
-
     def record_index(self) -> int:
         """The row. Raises `UseAfterFreeError`."""
         ticket = self.ticket
@@ -57,6 +52,8 @@ class Sequence:
         if not ticket or self.cache.owners[row] != ticket >> ROW_BITS:
             raise gone()
         return row
+
+    row = property(record_index)
 
     @property
     def length(self) -> int:

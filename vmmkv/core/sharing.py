@@ -1,15 +1,27 @@
-"""Frames in several rows: forks, and given frames in front of a new sequence."""
+"""Frames in several rows: forks, and the frames of guests in front of a new sequence.
+
+A guest, such as a tree of prefixes, remembers the tokens of frames and shares the frames later. It holds frames: these
+outlive the rows in which they are mapped. The core knows no token ids. `join` starts the notes of a cache, which tell
+of sequences that have ended (`FREED`) or were cut (`CUT`); a guest reads them before each lookup, and forgets all that
+it knows of rows if the ring was full. `plan_share` puts held frames in front of a new sequence, and `adopt_kept` gives
+it a parked row as it is. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop as
+many, without a lock, and plans again. `join`, `hold` and `refer` need no lock, and make no driver call.
+
+A list of frames is, for each range of the cache, the number of frames and then their numbers. The frames of a range lie
+on its pages from 0 on, one behind the other.
+"""
 
 from ..compiled import entry, inner
 from ..driver.table import COPY, MAP, SET_READ_ACCESS
 from .access import ask_of, cache_of, extent_at, frame_in, pool_of, range_at, row_at, step_in, words_at
 from .booking import refuse, settle
 from .codes import BROKEN, CAPTURED, DONE, GONE, NO_PAGES, NO_TOKEN, WAIT
+from .frames import add_gain, push_free
 from .growth import larges_for
 from .journal import begin, close, emit_row, plan_length, plan_new, plan_unmap_all, use_source
 from .pages import active_row, address_of, fit, frame_at, mapped_pages, page_of, pages_with
 from .reclaim import ALL, is_idle, supply
-from .rows import add_user, available, is_over, recount, track, use, use_tokens
+from .rows import add_user, available, is_over, recount, settle_row, track, use, use_tokens
 from .starting import kept
 from .streams import is_captured, name_stream, order_row
 from .tables import ROW_BITS, ROW_MASK
@@ -55,8 +67,8 @@ def source_row(cache: int, ticket: int, tokens: int) -> int:
 def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, frames_at: int, ask: int) -> int:
     """Plans that a new sequence without tokens begins with the first tokens of another, `given`, which may have left
     its row: on the same frames where these are full, and on a copy of the rest. `frames_at` is 0, or the address of
-    numbers of frames that stand for the full ones, for each range `pages` and as many numbers (see
-    `vmmkv.core.guests`); then `given` is the sequence that the rest is copied from, or -1 where nothing is.
+    lists of frames that stand for the full ones; then `given` is the sequence that the rest is copied from, or -1 where
+    nothing is.
 
     The sequence has room for `length` tokens then, but no fewer than it shares. If it is longer than that, no frame
     may reach behind its shared tokens.
@@ -185,3 +197,58 @@ def copy_rest(cache: int, row: int, part: int, source: int, tokens: int, larges:
         s = step_in(pool, emit_row(cache, COPY, row, part, page, 1, 0))
         s.nbytes, s.other = nbytes, address_of(cache, source, part, page)
     return larges
+
+
+@entry
+def join(cache: int, ring: int, size: int) -> int:
+    """Starts the notes of a cache, in a ring of `size` notes."""
+    c = cache_of(cache)
+    c.ring_at, c.ring_size, c.guest, c.ring_head, c.ring_tail = ring, size, 1, 0, 0
+    return DONE
+
+
+@entry
+def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, most: int) -> int:
+    """References the frames of a range, from page `first` on, that a sequence's first tokens fill, and writes their
+    numbers to `out`. Returns the number of frames, `GONE`, `SUSPENDED`, or `NO_TOKEN`: it has fewer tokens, or has
+    released its front."""
+    row = active_row(cache, ticket)
+    if row < 0:
+        return row
+    r, numbers = row_at(cache, row), words_at(out, most)
+    if tokens > r.length or r.start or r.broken:
+        return NO_TOKEN
+    page, count, end = first, 0, page_of(cache, part, tokens)
+    while page < end and count < most:
+        frame = frame_at(cache, part, row, page)
+        pages = frame_in(cache_of(cache).pool, frame).pages
+        if page + pages > end:
+            break
+        numbers[count] = frame
+        page += pages
+        count += 1
+    if page > extent_at(cache, row, part).shared:
+        track(cache, row, part, page)
+    for index in range(count):
+        reference(cache, numbers[index], 1)
+    settle_row(cache, row)
+    return count
+
+
+@entry
+def refer(cache: int, frames_at: int, count: int, sign: int) -> int:
+    """Adds a reference to frames that are held (`sign` is 1), or ends one (-1)."""
+    for index in range(count):
+        reference(cache, words_at(frames_at, count)[index], sign)
+    return DONE
+
+
+@inner
+def reference(cache: int, frame: int, sign: int) -> None:
+    """Adds a reference to a frame, or ends one."""
+    f = frame_in(cache_of(cache).pool, frame)
+    add_gain(cache, frame, -1)
+    f.held += sign
+    add_gain(cache, frame, 1)
+    if f.refs == 0 and f.held == 0:
+        push_free(cache_of(cache).pool, frame)

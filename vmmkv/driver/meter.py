@@ -17,10 +17,6 @@ class Meter:
         self.spent = np.zeros((len(NAMES), 2), np.int64)
         """By name: calls, and nanoseconds in all. Compiled code adds to it."""
 
-    def count(self, name: str) -> int:
-        """How many calls of one name there were."""
-        return int(self.spent[NAMES.index(name), 0])
-
     def stats(self) -> dict[str, CallStats]:
         """A snapshot of those that were made."""
         return {

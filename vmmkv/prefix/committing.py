@@ -6,7 +6,7 @@ from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import ask_of, cache_of, extent_at, pool_of, row_at
 from ..core.codes import BROKEN, DEAD, DONE, GONE
-from ..core.guests import reference
+from ..core.sharing import reference
 from ..core.pages import frame_at, row_of
 from ..core.rows import settle_row, track
 from ..core.streams import order, unfinished
@@ -55,20 +55,6 @@ def is_known(tree: int, node: int, key: int, ids_at: int, count: int) -> int:
     if packed & (1 << TOKEN_BITS) - 1 < both:
         return 0
     return 1 if both == 0 or node_with(tree, packed >> TOKEN_BITS, both) == node_with(tree, node, both) else 0
-
-
-@inner
-def fence_writes(tree: int, row: int, ask: int) -> int:
-    """Adds the work so far on a row's streams to the fence of what is held. Returns `DONE`, `CAPTURED` or `FAILED`."""
-    t, a, streams = tree_of(tree), ask_of(ask), row_at(tree_of(tree).cache, row).streams
-    driver = pool_of(cache_of(t.cache).pool).driver
-    if streams == 0:
-        return DONE
-    t.slots = unfinished(driver, t.slots, t.tick, ask)
-    code = order(driver, streams, 0, t.slots, t.tick, 0, ask)
-    if code == DONE:
-        t.slots, t.tick = a.slots, a.tick
-    return code
 
 
 @inner
@@ -158,8 +144,9 @@ def commit(tree: int, ticket: int, key: int, ids_at: int, count: int, ranges_at:
     """Makes the first tokens of a live sequence known, with priorities of some ranges. Returns how many tokens are
     known of the sequence; or `GONE`, `BROKEN`, `TOO_FEW`, `NO_FRONT`, `OTHER_IDS`, or why no event could be recorded:
     nothing has changed then. It needs no lock."""
-    t, nodes, owner = tree_of(tree), nodes_of(tree), ticket >> ROW_BITS
-    if pool_of(cache_of(t.cache).pool).dead:
+    t, nodes, owner, a = tree_of(tree), nodes_of(tree), ticket >> ROW_BITS, ask_of(ask)
+    p = pool_of(cache_of(t.cache).pool)
+    if p.dead:
         return DEAD
     read_notes(tree)
     row = row_of(t.cache, ticket)
@@ -176,9 +163,13 @@ def commit(tree: int, ticket: int, key: int, ids_at: int, count: int, ranges_at:
         set_end(tree, row, 0)
     if h.node and not is_known(tree, h.node, key, ids_at, count):
         return OTHER_IDS
-    code = fence_writes(tree, row, ask)
-    if code != DONE or count == 0:
+    t.slots = unfinished(p.driver, t.slots, t.tick, ask)
+    code = order(p.driver, r.streams, 0, t.slots, t.tick, 0, ask)  # what is held may be written to still
+    if code != DONE:
         return code
+    t.slots, t.tick = a.slots, a.tick
+    if count == 0:
+        return DONE
     known = nodes[h.node].end if h.node else 0
     if count > known:
         node = add_path(tree, key, ids_at, count)

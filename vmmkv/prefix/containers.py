@@ -85,9 +85,6 @@ def take_off(heap: int, item: int) -> None:
         offer(heap, last, view(h.keys_at, h.room, np.int64)[last])
 
 
-# ---------------------------------------------------------------------- the order of eviction
-
-
 @inner
 def first_of(heap: int) -> int:
     """The first item of a heap; 0 if it is empty."""

@@ -5,7 +5,7 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.access import extent_at, row_at
-from ..core.guests import reference
+from ..core.sharing import reference
 from .committing import hold_path, list_path
 from .containers import arrange, arrange_up, first_of, take_off
 from .holders import read_notes, set_end, tokens_of

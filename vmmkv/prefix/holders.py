@@ -130,9 +130,6 @@ def hold_row(tree: int, row: int, owner: int, node: int) -> None:
     set_end(tree, row, node)
 
 
-# ---------------------------------------------------------------------- entries
-
-
 @entry
 def adopted(tree: int, ticket: int, last: int, tokens: int) -> int:
     """Notes that a sequence has adopted the parked row of another, `last`, with so many of its tokens."""

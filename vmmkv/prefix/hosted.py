@@ -5,7 +5,7 @@ import numpy as np
 from ..compiled import entry, inner
 from ..compiled.native import view
 from ..core.codes import DONE
-from ..core.guests import reference
+from ..core.sharing import reference
 from .finding import gather, lowest, slot_at
 from .nodes import page_of, tidy, walk
 from .tables import MOVED, ON_HOST, TOKEN_BITS, marks_of, nodes_of, parts_of, shapes_of, tree_of

@@ -88,9 +88,6 @@ def let_node(tree: int, node: int) -> None:
     t.used -= 1
 
 
-# ---------------------------------------------------------------------- boundaries and pages
-
-
 @inner
 def page_of(tree: int, node: int, index: int) -> int:
     """The first page of the frame that a slot of a node is for; -1 if no frame of that size ends at the node."""

@@ -44,9 +44,9 @@ TREE = fields(
     "events_at event_words num_events first_event next_event held pages moved serial"
 )
 """`step` is `CHUNK` where that is a boundary, else 0. `slots` and `tick` are the fence of the work that wrote to held
-frames. `held` counts references to frames, and `pages` their pages. `order` and `timers` are addresses of heaps. Events
-are numbered from 0 on: `first_event` is the oldest that is there. `moved` counts the pages that an eviction has listed
-for the host, and `serial` the nodes that were moved there."""
+frames. `held` counts references to frames, `pages` their pages, and `listed` the frames that `list_all` has listed.
+`order` and `timers` are addresses of heaps. Events are numbered from 0 on: `first_event` is the oldest that is there.
+`moved` counts the pages that an eviction has listed for the host, and `serial` the nodes that were moved there."""
 NODE = fields(
     "next prev parent first begin end base limit child chain children rows live holder pins full known known_below "
     "told priority used expires host lead"
@@ -79,9 +79,6 @@ OTHER_IDS, TOO_FEW, NO_FRONT = -102, -101, -100
 """Refusals of a commit: other ids were committed for the sequence; it has fewer tokens; it has released its front."""
 DEFAULT_PRIORITY = 35
 TOKEN_BITS = 32
-
-
-# ---------------------------------------------------------------------- tables by the address of a tree
 
 
 tree_of = record_of(TREE)
