@@ -164,21 +164,23 @@ def record(driver: int, streams: int, count: int, current: int, scratch: int) ->
     """Records an event on each of `count` streams, behind all work that was submitted to them so far. The words at
     `streams` are their handles, and become their slots. Returns what `record_slots` does; or `FULL` where more streams
     than there are slots have work under way."""
-    d, words, slots, code = view(driver, 1, DRIVER)[0], view(streams, count, np.int64), 0, 0
+    d, words = view(driver, 1, DRIVER)[0], view(streams, count, np.int64)
     if enter(driver, scratch):
         return FAILED
+    handle, status = current, captured(driver, current, scratch)
     for index in range(count):
-        if code >= 0:
-            code = slot_for(driver, words[index])
-        if code >= 0:
-            words[index] = code
-            slots |= 1 << code
-            view(d.streams_at, SLOTS, STREAM)[code].users += 1  # so that the next stream does not get the slot
-    if code >= 0:
-        code = record_slots(driver, slots, current, scratch)
-    let_slots(driver, slots)
+        if status == 0:
+            handle = words[index]
+            status = captured(driver, handle, scratch)
+    tick = d.tick + 1
+    d.tick = tick if status == 0 else d.tick
+    for index in range(count):  # one by one: of more streams than slots, some may have finished by then
+        if status == 0:
+            words[index] = slot_for(driver, words[index])
+            status = FULL if words[index] == FULL else put(driver, words[index], tick, scratch)
     leave(driver, scratch)
-    return code
+    view(scratch, SCRATCH, np.int64)[STATUS] = handle if status == CAPTURED else status
+    return tick if status == 0 else status if status in (CAPTURED, FULL) else FAILED
 
 
 @entry
