@@ -46,8 +46,6 @@ _chunk: list[Any] = [b"", 0]
 _cutting = threading.Lock()
 NO_LIMIT_PAGES = 1 << 40
 """The limit, in pages, of an account that may have all of its pool."""
-
-
 ZEROS = array("q", bytes(8 * WORDS))
 
 
