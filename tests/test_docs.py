@@ -97,7 +97,7 @@ FORKED = """
 def for_this_transformers(source: str) -> str:
     """An example with the name that the installed transformers has for the argument `cache`, as the documents say."""
     major, minor, *_ = map(int, transformers.__version__.split(".")[:2])
-    return source if (major, minor) >= (5, 24) else re.sub(r"\bcache=", "past_key_values=", source)
+    return re.sub(r"\bpast_key_values=", "cache=", source) if (major, minor) >= (5, 24) else source
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -355,7 +355,7 @@ def test_servers_share_a_budget(llama: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ""}, "no input_ids"),
+    ({"prompt": ""}, "prompt is empty"),
     ({"prompt": "w5 " * ROW}, f"a row is {ROW} long"),
     ({"max_tokens": 0}, "max_new_tokens=0"),
     ({"stop": ["w5"]}, "stop_strings"),

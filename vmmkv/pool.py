@@ -160,7 +160,7 @@ class FramePool(Pool):
         reserved = int(self.accounts["reserved"].sum())
         if limit < reserved:
             raise BudgetError(
-                f"asked for a limit of {limit} pages of {self.page_size} bytes; {reserved} are reserved. Close a "
+                f"asked for a limit of {limit} pages of {self.page_size >> 10:,} KiB; {reserved} are reserved. Close a "
                 "cache, or keep a higher limit"
             )
         self.limit_to(limit)

@@ -14,7 +14,7 @@ config = LlamaConfig(
 )  # fmt: skip
 torch.manual_seed(0)
 model: Any = LlamaForCausalLM(config)
-model.generation_config.update(max_new_tokens=16, do_sample=True, eos_token_id=-1)
+model.generation_config.update(max_new_tokens=16, do_sample=True, eos_token_id=-1)  # -1: no token ends an answer
 prompts = [torch.randint(1, 128, (12,)).tolist() for _ in range(4)]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 pool = vmmkv.FramePool("1GiB")
@@ -28,7 +28,8 @@ rows.enable(model, pool=pool, persistent=True, raise_errors=True)
 def rollout(copies: int = 4) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers: copies of a prompt share its pages."""
     asked = [prompt for prompt in prompts for _ in range(copies)]
-    results = model.generate_batch(asked, progress_bar=False)
+    model.eval()
+    results = model.generate_batch(asked, progress_bar=False)  # in the order of the prompts
     return list(zip(asked, (result.generated_tokens for result in results.values())))
 
 

@@ -25,7 +25,7 @@ expected = model.generate(prompt, **options)
 
 # --8<-- [start:generate]
 cache = VmmCache(model.config, max_seq_len=131_072)  # addresses, no memory
-output = model.generate(prompt, cache=cache, **options)
+output = model.generate(prompt, past_key_values=cache, **options)
 assert torch.equal(output, expected)
 # --8<-- [end:generate]
 
@@ -33,32 +33,32 @@ assert torch.equal(output, expected)
 (kv_cache,) = cache.kv_caches  # one for full attention, and one for each sliding window
 calls = kv_cache.stats().driver_calls
 cache.reset()
-assert torch.equal(model.generate(prompt, cache=cache, **options), expected)
+assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
 assert kv_cache.stats().driver_calls == calls  # the next batch is on the pages of the last
 # --8<-- [end:reset]
 
 pool = vmmkv.FramePool("50%")  # of the memory that is free now
 target, draft = (VmmCache(each.config, max_seq_len=131_072, pool=pool) for each in (model, model))
 for shared in (target, draft):
-    assert torch.equal(model.generate(prompt, cache=shared, **options), expected)
+    assert torch.equal(model.generate(prompt, past_key_values=shared, **options), expected)
 assert pool.stats().holders == 2
 
 # --8<-- [start:copy]
 cache.reset()
 with torch.no_grad():
-    model(prompt[:, :-1], cache=cache)  # the prompt, once
+    model(prompt[:, :-1], past_key_values=cache)  # the prompt, once
 for _ in range(3):
-    answer = model.generate(prompt, cache=copy.deepcopy(cache), **options)
+    answer = model.generate(prompt, past_key_values=copy.deepcopy(cache), **options)
     assert torch.equal(answer, expected)
 # --8<-- [end:copy]
 
 # --8<-- [start:samples]
 cache.reset()
 with torch.no_grad():
-    model(prompt[:1, :-1], cache=cache)  # one prompt, once
+    model(prompt[:1, :-1], past_key_values=cache)  # one prompt, once
 cache.batch_repeat_interleave(8)  # eight forks of it
 samples = model.generate(
-    prompt[:1], cache=cache, num_return_sequences=8, do_sample=True, max_new_tokens=20
+    prompt[:1], past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=20
 )  # or num_beams=8
 assert samples.shape == (8, 60)
 # --8<-- [end:samples]
@@ -66,12 +66,12 @@ assert samples.shape == (8, 60)
 # --8<-- [start:compile]
 model.set_attn_implementation("vmmkv")  # our kernels; on the CPU a warning says that there are none
 compiled = VmmCache(model.config, max_seq_len=256, compile=True)  # on a GPU, generate compiles by itself now
-assert torch.equal(model.generate(prompt, cache=compiled, **options), expected)
+assert torch.equal(model.generate(prompt, past_key_values=compiled, **options), expected)
 # --8<-- [end:compile]
 
 # --8<-- [start:eight_bits]
 small = VmmCache(model.config, max_seq_len=131_072, kv_dtype="int8")  # or "fp8"
-answer = model.generate(prompt, cache=small, **options)  # its first choices may differ where they are close
+answer = model.generate(prompt, past_key_values=small, **options)  # its first choices may differ where they are close
 # --8<-- [end:eight_bits]
 assert answer.shape == expected.shape
 print(kv_cache)

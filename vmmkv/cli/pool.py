@@ -32,10 +32,9 @@ def pool(
     `surplus` the rest, which goes to processes that lack memory, as far as it is not `reserved`.
     """
     paths = ledgers(name)
-    if (limit or reserve) and len(paths) != 1:
-        raise ArgumentError(
-            f"asked to change budget {name!r}; there are {', '.join(path.stem for path in paths) or 'none'}. Name one"
-        )
+    if (name and not paths) or ((limit or reserve) and not (name and len(paths) == 1)):
+        known = ", ".join(path.stem for path in ledgers()) or "none"
+        raise ArgumentError(f"asked for budget {name!r}; there are: {known}. Name one")
     for path in paths if limit or reserve else []:
         change(path, limit, reserve)
     found = [read(path) for path in paths]
@@ -83,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
 def tables(found: list[dict[str, Any]]) -> Iterator[Table | str]:
     """A table for each ledger."""
     for each in found:
-        title = f"{each['name']}: {format_bytes(each['limit'])}, {format_bytes(max(each['free'], 0))} granted to none"
+        title = f"{each['name']}: {format_bytes(each['limit'])}, {format_bytes(max(each['free'], 0))} not granted"
         yield make_table(title, COLUMNS, (_row(line) for line in each["processes"]))
     if not found:
         yield HINT

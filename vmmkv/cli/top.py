@@ -71,7 +71,8 @@ def draw(records: list[Record], before: list[Record]) -> Text:
         with suppress(*ODD):
             name = f"{record['pid']} {' '.join(record['command'].split())}"
             figures = _figures(record, pool, last.get(key))
-            lines += [f"{name[:50]}, pool {pool['number']} ({pool['device']})", _line(figures)]
+            name = name if len(name) <= 50 else f"{name[:24]}…{name[-25:]}"  # a server's port comes last
+            lines += [f"{name}, pool {pool['number']} ({pool['device']})", _line(figures)]
     return Text("\n".join([_line(WIDTHS), *lines]) if lines else HINT)
 
 

@@ -144,10 +144,9 @@ class Cache:
         if code == codes.GONE:
             raise UseAfterFreeError("the cache was closed; make a new one")
         if code in (codes.NO_ROWS, codes.TAKEN):
-            which = "all rows belong to live sequences"
             if row >= 0 and self.owners[row]:
-                which = f"row {row} belongs to sequence {self.owners[row]}"
-            raise OutOfRowsError(f"asked for a sequence; {which} of max_sequences={self.max_sequences}. Free some")
+                raise OutOfRowsError(f"row {row} belongs to a live sequence; free that, or take another row")
+            raise OutOfRowsError(f"asked for a sequence; all {self.max_sequences} rows belong to live ones. Free some")
         if code < 0:
             raise self.pool.error(code, ask)
         sequence.ticket = sequence.cell[0]

@@ -191,7 +191,7 @@ class Pool:
             if self.change(Ask(), entries.plan_retired, self.address, missing) != codes.GONE:
                 return
             if not self.ask_guests(missing):
-                raise out_of_pages(missing, 0)
+                raise self.out_of_pages(missing, 0)
         elif ask.words[FRUGAL] or not isinstance(error, DriverOutOfMemoryError):
             raise error or self.driver.error("record", int(ask.words[0]))
         elif not self._ask_neighbours(ask.words[ASKED]):
@@ -229,7 +229,7 @@ class Pool:
     def error(self, code: int, ask: Ask) -> Exception:
         """The exception for a code of a compiled call."""
         if code == codes.NO_PAGES:
-            return out_of_pages(ask.words[ASKED], ask.words[AVAILABLE])
+            return self.out_of_pages(ask.words[ASKED], ask.words[AVAILABLE])
         if code == codes.CAPTURED:
             return self.driver.captured("record", self.driver.current_stream())
         if code == codes.DEAD:
@@ -237,6 +237,16 @@ class Pool:
         if code == codes.FULL:
             return DriverError("record", "FULL", "more streams than 62 are named by live sequences")
         return self.driver.error("record", ask.words[0])
+
+    def out_of_pages(self, asked: int, available: int, what: str = "") -> OutOfPagesError:
+        """The error for missing pages."""
+        page, limit = self.driver.page_size >> 10, self.word("budget")
+        return OutOfPagesError(
+            f"asked for {what}{asked} pages of {page:,} KiB; {available} are available, of a limit of {limit}. Free or "
+            "truncate sequences, or raise the limit",
+            requested=asked,
+            available=available,
+        )
 
     # ------------------------------------------------------------------ budget
 
@@ -255,7 +265,7 @@ class Pool:
             budget = pages if account < 0 else self.word("budget") - reserved
             missing = self.word("committed") - budget
             if not (self.take_leased(missing) if account < 0 else self.gain_budget(missing)):
-                raise out_of_pages(pages, ask.words[AVAILABLE], "a limit of")
+                raise self.out_of_pages(pages, ask.words[AVAILABLE], "a limit of ")
         if account < 0:
             self.release(self.word("created") - max(pages - self.word("leased"), 0))
 
@@ -388,16 +398,6 @@ def record(dtype: np.dtype[Any], **words: int) -> np.ndarray[Any, np.dtype[Any]]
 def busy() -> BusyError:
     """The error for a finalizer or a signal handler within a change of its own thread."""
     return BusyError("called in the middle of another call of the same thread, by a finalizer or a signal handler")
-
-
-def out_of_pages(asked: int, available: int, what: str = "") -> OutOfPagesError:
-    """The error for missing pages."""
-    return OutOfPagesError(
-        f"asked for {what + ' ' if what else ''}{asked} pages; there are {available}. Free or truncate sequences, or "
-        "raise the limit",
-        requested=asked,
-        available=available,
-    )
 
 
 class DeadLock:

@@ -99,7 +99,7 @@ def kernels_take(key: Tensor, value: Tensor) -> bool:
 
 def shown(key: Tensor, value: Tensor) -> str:
     """The properties of K and V that kernels ask for, in words."""
-    return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
+    return f"K heads of {key.shape[-1]}, V heads of {value.shape[-1]}, in {key.dtype} on {key.device.type}"
 
 
 def _lacking(

@@ -186,7 +186,7 @@ def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
     except TypeError as error:
         raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
     if not ids:
-        raise ArgumentError("got no input_ids; another request's would decide what comes. Begin with bos_token_id")
+        raise ArgumentError("the prompt is empty, and nothing would decide the first token. Begin with bos_token_id")
     wrong = max(ids) if min(ids) >= 0 else min(ids)
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
         raise ArgumentError(f"got token {wrong}; this model's are 0 to {vocabulary or 'its vocabulary'}, exclusive")
