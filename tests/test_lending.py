@@ -394,7 +394,7 @@ def test_the_command_shows_and_changes_budgets(pair: tuple[Process, Process]) ->
     assert [line["reserved"] for line in shown["processes"]] == [PAGE, 0]
     assert "reserved" in invoke("pool")
     assert "reserved" in invoke("top", "--once")
-    with pytest.raises(vmmkv.ArgumentError, match="none"):
+    with pytest.raises(vmmkv.ArgumentError, match="one@"):
         invoke("pool", "another", "--limit", "1GiB")
     kept.free()
 

@@ -145,8 +145,8 @@ class Cache:
             raise UseAfterFreeError("the cache was closed; make a new one")
         if code in (codes.NO_ROWS, codes.TAKEN):
             if row >= 0 and self.owners[row]:
-                raise OutOfRowsError(f"row {row} belongs to a live sequence; free that, or take another row")
-            raise OutOfRowsError(f"asked for a sequence; all {self.max_sequences} rows belong to live ones. Free some")
+                raise OutOfRowsError(f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row")
+            raise OutOfRowsError(f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some")
         if code < 0:
             raise self.pool.error(code, ask)
         sequence.ticket = sequence.cell[0]
