@@ -11,11 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 import vmmkv
-from vmmkv.compiled.code import keep
-from vmmkv.driver import host
 from vmmkv.driver.driver import Driver, Handle
 from vmmkv.driver.table import FUNCTIONS
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
@@ -284,27 +280,3 @@ def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:
             last = states[-1]
             pages.update(range(states.data_ptr() // size * size, last.data_ptr() + last.nbytes, size))
     return driver.accessible.issuperset(pages)
-
-
-SIZES = {"create": (1,), "map": (1,), "set_access": (1, 2), "unmap": (1,), "copy": (2,)}
-"""By function: which of its words are the number of bytes, and the access."""
-
-
-def recorded_calls(patch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """A list to which host drivers that are opened from now on add their calls: a name, bytes, and the access."""
-    made: list[tuple[object, ...]] = []
-
-    def recording(name: str) -> int:
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * FUNCTIONS[name])
-        original = kind(host.WORDS[name])
-
-        def record(*words: int) -> int:
-            made.append((name, *(words[place] for place in SIZES[name])))
-            return original(*words)
-
-        keep(callback := kind(record))  # garbage of these tests calls it later
-        return ctypes.cast(callback, ctypes.c_void_p).value or 0
-
-    for name in SIZES:
-        patch.setitem(host.WORDS, name, recording(name))
-    return made

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ LENGTHS = [37, 200, 91] if DEVICE == "cuda" else [3, 37, 20]
 CAPACITY = max(LENGTHS)
 HEADS, KV_HEADS, DIM = 4, 2, 64
 BLOCK = 16
+Call = Callable[[], list[torch.Tensor]]
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -30,22 +33,31 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def rows(head_dim: int = DIM) -> list[torch.Tensor]:
+Held = dict[str, torch.Tensor]
+
+
+def in_rows(head_dim: int = DIM) -> Held:
     """K and V, `[rows, tokens, kv_heads, head_dim]`."""
-    return [random(len(LENGTHS), CAPACITY, KV_HEADS, head_dim) for _ in "kv"]
+    return {name: random(len(LENGTHS), CAPACITY, KV_HEADS, head_dim) for name in "kv"}
 
 
-def blocks() -> list[torch.Tensor]:
+def in_blocks() -> Held:
     """K and V in blocks, and the block table."""
     count = -(-CAPACITY // BLOCK)
     table = torch.randperm(len(LENGTHS) * count, device=DEVICE).to(torch.int32).view(len(LENGTHS), -1)
-    return [*(random(table.numel(), BLOCK, KV_HEADS, DIM) for _ in "kv"), table]
+    return {name: random(table.numel(), BLOCK, KV_HEADS, DIM) for name in "kv"} | {"block_table": table}
 
 
-def in_8_bits(dtype: torch.dtype = torch.float8_e4m3fn) -> dict[str, torch.Tensor]:
-    """K and V with their scales."""
-    (k, k_scales), (v, v_scales) = (quantize(states, dtype) for states in rows())
-    return {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
+def in_8_bits(dtype: torch.dtype = torch.float8_e4m3fn, whole: bool = False) -> Held:
+    """K and V with their scales, which may be those of whole sequences."""
+    (k, k_scales), (v, v_scales) = (quantize(states, dtype) for states in in_rows().values())
+    scales = torch.rand(2, len(LENGTHS), KV_HEADS, device=DEVICE) if whole else (k_scales, v_scales)
+    return {"k": k, "v": v, "k_scales": scales[0], "v_scales": scales[1]}
+
+
+def latents() -> Held:
+    k = random(len(LENGTHS), CAPACITY, 1, 576)
+    return {"k": k, "v": k[..., :512]}
 
 
 def new(tokens: int = len(LENGTHS)) -> list[torch.Tensor]:
@@ -57,198 +69,108 @@ def cumulated(counts: list[int]) -> torch.Tensor:
     return int32(*(sum(counts[:index]) for index in range(len(counts) + 1)))
 
 
-def last_ones() -> torch.Tensor:
-    """Where each sequence's last token goes."""
-    return int32(*(length - 1 for length in LENGTHS))
+def append_to(
+    held: Callable[[], Held], order: tuple[int, ...] = (0, 1, 2), rotary_dim: int = 0, one_each: bool = False
+) -> Call:
+    """All tokens of each sequence, or the last one; rotated, if part of a head is to be."""
 
+    def call() -> list[torch.Tensor]:
+        kept = held()
+        counts = [1] * len(order) if one_each else [LENGTHS[row] for row in order]
+        starts = int32(*(LENGTHS[row] - count for row, count in zip(order, counts)))
+        tokens, rotary, cu_seqlens = sum(counts), None, None if one_each else cumulated(counts)
+        if rotary_dim:
+            query, (cos, sin) = random(tokens, HEADS, DIM), (random(tokens, rotary_dim) for _ in "cs")
+            rotary = RotateHalf(query, torch.empty_like(query), cos, sin)
+        k, v = kept.pop("k"), kept.pop("v")
+        append(*new(tokens), k, v, int32(*order), starts, cu_seqlens, rotary=rotary, **kept)
+        written = [k.float(), v.float(), *(kept[name] for name in kept if name != "block_table")]
+        return [*written, rotary.rotated] if rotary else written
 
-def append_in_rows() -> list[torch.Tensor]:
-    k, v = rows()
-    append(*new(sum(LENGTHS)), k, v, int32(0, 1, 2), int32(0, 0, 0), cumulated(LENGTHS))
-    return [k, v]
-
-
-def append_in_blocks() -> list[torch.Tensor]:
-    k, v, table = blocks()
-    order = cumulated([LENGTHS[row] for row in (2, 0, 1)])
-    append(*new(sum(LENGTHS)), k, v, int32(2, 0, 1), int32(0, 0, 0), order, table)
-    return [k, v]
+    return call
 
 
 def append_behind_lengths() -> list[torch.Tensor]:
     """One token each, then two."""
-    (k, v), lengths = rows(), int32(*(length - 3 for length in LENGTHS))
-    append_behind(*new(), k, v, int32(0, 1, 2), lengths, int32(CAPACITY))
-    append_behind(*new(6), k, v, int32(0, 1, 2), lengths, int32(CAPACITY), cumulated([2, 2, 2]))
+    kept, lengths = in_rows(), int32(*(length - 3 for length in LENGTHS))
+    append_behind(*new(), *kept.values(), int32(0, 1, 2), lengths, int32(CAPACITY))
+    append_behind(*new(6), *kept.values(), int32(0, 1, 2), lengths, int32(CAPACITY), cumulated([2, 2, 2]))
     assert lengths.tolist() == LENGTHS
-    return [k, v]
+    return [*kept.values()]
 
 
 def append_by_address() -> list[torch.Tensor]:
-    (k, v), numbers, places, starts = rows(), new(), int32(0, 1, 2), last_ones()
-    bind_append(*numbers, k, v, places)(numbers[0].data_ptr(), numbers[1].data_ptr(), starts.data_ptr())
-    return [k, v]
+    kept, (k, v), places, starts = in_rows(), new(), int32(0, 1, 2), int32(*(length - 1 for length in LENGTHS))
+    bind_append(k, v, *kept.values(), places)(k.data_ptr(), v.data_ptr(), starts.data_ptr())
+    return [*kept.values()]
 
 
-def rotary_of(tokens: int, rotary_dim: int = DIM) -> RotateHalf:
-    """Rotates new tokens, and their queries."""
-    query = random(tokens, HEADS, DIM)
-    return RotateHalf(query, torch.empty_like(query), random(tokens, rotary_dim), random(tokens, rotary_dim))
+def attention(
+    function: Callable[..., torch.Tensor],
+    held: Callable[[], Held] = in_rows,
+    heads: int = HEADS,
+    q_len: int = 1,
+    **options: Any,
+) -> Call:
+    """Queries of all tokens, of new ones in a mixed batch, or of the last `q_len`."""
 
-
-def append_rotated() -> list[torch.Tensor]:
-    """Half of each head is rotated, and half is not."""
-    (k, v), rotary = rows(), rotary_of(sum(LENGTHS), DIM // 2)
-    append(*new(sum(LENGTHS)), k, v, int32(0, 1, 2), int32(0, 0, 0), cumulated(LENGTHS), rotary=rotary)
-    return [k, v, rotary.rotated]
-
-
-def append_in_8_bits() -> list[torch.Tensor]:
-    held = in_8_bits(torch.int8)
-    scales = {name: held[name] for name in ("k_scales", "v_scales")}
-    append(*new(), held["k"], held["v"], int32(0, 1, 2), last_ones(), **scales)
-    return [held["k_scales"], held["v_scales"]]
-
-
-def append_rotated_in_8_bits() -> list[torch.Tensor]:
-    held, rotary = in_8_bits(), rotary_of(len(LENGTHS))
-    append(*new(), held["k"], held["v"], int32(0, 1, 2), last_ones(), rotary=rotary,
-           k_scales=held["k_scales"], v_scales=held["v_scales"])  # fmt: skip
-    return [held["k_scales"], held["v_scales"], rotary.rotated]
-
-
-def append_in_8_bits_of_sequences() -> list[torch.Tensor]:
-    held, tokens = in_8_bits(), len(LENGTHS)
-    scales = torch.rand(2, tokens, KV_HEADS, device=DEVICE)
-    append(*new(), held["k"], held["v"], int32(0, 1, 2), int32(0, 0, 0), k_scales=scales[0], v_scales=scales[1])
-    return [held["k"].float(), held["v"].float()]
-
-
-def decode_with(kernel: str) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [decode(random(len(LENGTHS), 1, HEADS, DIM), *rows(), int32(*LENGTHS), kernel=kernel)]
-
-
-def decode_heads(head_dim: int, heads: int = HEADS, q_len: int = 1) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [decode(random(len(LENGTHS), q_len, heads, head_dim), *rows(head_dim), int32(*LENGTHS))]
-
-
-def decode_blocks() -> list[torch.Tensor]:
-    k, v, table = blocks()
-    return [decode(random(len(LENGTHS), 8, HEADS, DIM), k, v, int32(*LENGTHS), block_table=table)]
-
-
-def decode_8_bits(dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [decode(random(len(LENGTHS), 1, HEADS, DIM), seq_lens=int32(*LENGTHS), **in_8_bits(dtype))]
-
-
-def prefill_with(kernel: str) -> Callable[[], list[torch.Tensor]]:
     def call() -> list[torch.Tensor]:
-        q = random(sum(LENGTHS), HEADS, DIM)
-        return [prefill(q, *rows(), cumulated(LENGTHS), int32(*LENGTHS), kernel=kernel)]
+        kept, lens, more = held(), int32(*LENGTHS), dict(options)
+        width = kept["k"].shape[-1]
+        more |= {"scale": 0.07} if width == 576 else {}
+        if function in (prefill, mixed):
+            counts = LENGTHS if function is prefill else [1, LENGTHS[1] - 5, 1]
+            q, more["cu_seqlens"] = random(sum(counts), heads, width), cumulated(counts)
+        else:
+            q = random(len(LENGTHS), q_len, heads, width)
+        if function is cascade:
+            more |= {"cu_groups": int32(1, 3), "prefix_lens": int32(min(LENGTHS[1:]) - 1)}
+        return [function(q, seq_lens=lens, **kept, **more)]
 
     return call
 
 
-def prefill_8_bits() -> list[torch.Tensor]:
-    q = random(sum(LENGTHS), HEADS, DIM)
-    return [prefill(q, cu_seqlens=cumulated(LENGTHS), seq_lens=int32(*LENGTHS), **in_8_bits())]
-
-
-COUNTS = [1, LENGTHS[1] - 5, 1]
-"""New tokens of a mixed batch."""
-
-
-def mixed_blocks() -> list[torch.Tensor]:
-    k, v, table = blocks()
-    q = random(sum(COUNTS), HEADS, DIM)
-    return [mixed(q, k, v, cumulated(COUNTS), int32(*LENGTHS), block_table=table)]
-
-
-def mixed_8_bits() -> list[torch.Tensor]:
-    q = random(sum(COUNTS), HEADS, DIM)
-    return [mixed(q, cu_seqlens=cumulated(COUNTS), seq_lens=int32(*LENGTHS), **in_8_bits())]
-
-
-def in_rows() -> dict[str, torch.Tensor]:
-    k, v = rows()
-    return {"k": k, "v": v}
-
-
-def in_blocks() -> dict[str, torch.Tensor]:
-    k, v, table = blocks()
-    return {"k": k, "v": v, "block_table": table}
-
-
-def cascade_of(kernel: str, held: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
-    def call() -> list[torch.Tensor]:
-        q = random(len(LENGTHS), 1, HEADS, DIM)
-        groups = {"cu_groups": int32(1, 3), "prefix_lens": int32(min(LENGTHS[1:]) - 1)}
-        return [cascade(q, seq_lens=int32(*LENGTHS), **groups, **held(), kernel=kernel)]
-
-    return call
-
-
-def latents() -> tuple[torch.Tensor, ...]:
-    """K and V of latents, and lengths."""
-    k = random(len(LENGTHS), CAPACITY, 1, 576)
-    return k, k[..., :512], int32(*LENGTHS)
-
-
-def decode_latents(heads: int, kernel: str) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [decode(random(len(LENGTHS), 1, heads, 576), *latents(), scale=0.07, kernel=kernel)]
-
-
-def prefill_latents(kernel: str) -> Callable[[], list[torch.Tensor]]:
-    def call() -> list[torch.Tensor]:
-        k, v, seq_lens = latents()
-        q = random(sum(LENGTHS), 16, 576)
-        return [prefill(q, k, v, cumulated(LENGTHS), seq_lens, scale=0.07, kernel=kernel)]
-
-    return call
-
-
-def mixed_latents() -> list[torch.Tensor]:
-    k, v, seq_lens = latents()
-    return [mixed(random(sum(COUNTS), 16, 576), k, v, cumulated(COUNTS), seq_lens, scale=0.07)]
-
-
-def copy() -> list[torch.Tensor]:
-    k, _ = rows()
+def copy(beyond: bool = False) -> list[torch.Tensor]:
+    """A range onto the end of the next row; or, which the sanitizer must see, one from behind the last row."""
+    k = in_rows()["k"]
+    if beyond:
+        copy_tokens(k, k, int32(len(LENGTHS) - 1), int32(CAPACITY), int32(0), int32(0), int32(16), 16)
+        return []
     copy_tokens(k, k, int32(1), int32(CAPACITY - 20), int32(2), int32(CAPACITY - 19), int32(19), 19)
     return [k]
 
 
-CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "append": append_in_rows,
-    "append, blocks": append_in_blocks,
+CALLS: dict[str, Call] = {
+    "append": append_to(in_rows),
+    "append, blocks": append_to(in_blocks, (2, 0, 1)),
     "append, behind": append_behind_lengths,
     "append, by address": append_by_address,
-    "append, rotary": append_rotated,
-    "append, 8 bits": append_in_8_bits,
-    "append, rotary, 8 bits": append_rotated_in_8_bits,
-    "append, 8 bits of sequences": append_in_8_bits_of_sequences,
-    "decode": decode_with("auto"),
-    "decode, plain": decode_with("plain"),
-    "decode, blocks": decode_blocks,
-    "decode, queries in shared memory": decode_heads(128, 4 * KV_HEADS, 8),
-    "decode, pairs of KV heads": decode_heads(80),
-    "decode, 8 bits": decode_8_bits(torch.float8_e4m3fn),
-    "decode, int8": decode_8_bits(torch.int8),
-    "prefill": prefill_with("auto"),
-    "prefill, mma": prefill_with("mma"),
-    "prefill, plain": prefill_with("plain"),
-    "prefill, 8 bits": prefill_8_bits,
-    "mixed": mixed_blocks,
-    "mixed, 8 bits": mixed_8_bits,
-    "cascade": cascade_of("auto", in_rows),
-    "cascade, mma": cascade_of("mma", in_rows),
-    "cascade, blocks": cascade_of("auto", in_blocks),
-    "cascade, 8 bits": cascade_of("auto", in_8_bits),
-    "decode, latents": decode_latents(16, "mma"),
-    "decode, latents, wgmma": decode_latents(64, "auto"),
-    "prefill, latents": prefill_latents("auto"),
-    "prefill, latents, mma": prefill_latents("mma"),
-    "mixed, latents": mixed_latents,
+    "append, rotary": append_to(in_rows, rotary_dim=DIM // 2),
+    "append, 8 bits": append_to(partial(in_8_bits, torch.int8), one_each=True),
+    "append, rotary, 8 bits": append_to(in_8_bits, rotary_dim=DIM, one_each=True),
+    "append, 8 bits of sequences": append_to(partial(in_8_bits, whole=True), one_each=True),
+    "decode": attention(decode),
+    "decode, plain": attention(decode, kernel="plain"),
+    "decode, blocks": attention(decode, in_blocks, q_len=8),
+    "decode, queries in shared memory": attention(decode, partial(in_rows, 128), 4 * KV_HEADS, 8),
+    "decode, pairs of KV heads": attention(decode, partial(in_rows, 80)),
+    "decode, 8 bits": attention(decode, in_8_bits),
+    "decode, int8": attention(decode, partial(in_8_bits, torch.int8)),
+    "prefill": attention(prefill),
+    "prefill, mma": attention(prefill, kernel="mma"),
+    "prefill, plain": attention(prefill, kernel="plain"),
+    "prefill, 8 bits": attention(prefill, in_8_bits),
+    "mixed": attention(mixed, in_blocks),
+    "mixed, 8 bits": attention(mixed, in_8_bits),
+    "cascade": attention(cascade),
+    "cascade, mma": attention(cascade, kernel="mma"),
+    "cascade, blocks": attention(cascade, in_blocks),
+    "cascade, 8 bits": attention(cascade, in_8_bits),
+    "decode, latents": attention(decode, latents, 16, kernel="mma"),
+    "decode, latents, wgmma": attention(decode, latents, 64),
+    "prefill, latents": attention(prefill, latents, 16),
+    "prefill, latents, mma": attention(prefill, latents, 16, kernel="mma"),
+    "mixed, latents": attention(mixed, latents, 16),
     "copy_tokens": copy,
 }
 """Each gives what it has written, which is finite."""
@@ -256,13 +178,8 @@ CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
 BEYOND = "beyond"
 
 
-def copy_beyond() -> list[torch.Tensor]:
-    """Copies from behind the last row: what the sanitizer must see."""
-    k, _ = rows()
-    copy_tokens(k, k, int32(len(LENGTHS) - 1), int32(CAPACITY), int32(0), int32(0), int32(16), 16)
-    return []
-
-
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        assert all(bool(written.isfinite().all()) for written in (CALLS | {BEYOND: copy_beyond})[name]()), name
+        assert all(
+            bool(written.isfinite().all()) for written in (CALLS | {BEYOND: partial(copy, beyond=True)})[name]()
+        ), name

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Container
 from functools import cache
 from pathlib import Path
@@ -134,39 +133,9 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = [
-    "kernels",
-    "errors",
-    "layout",
-    "stats",
-    "budget",
-    "ledger",
-    "compiled",
-    "driver",
-    "core",
-    "events",
-    "tier",
-    "prefix",
-    "tensors",
-    "scales",
-    "arguments",
-    "views",
-    "transfer",
-    "lending",
-    "pool",
-    "snapshot",
-    "picture",
-    "sequence",
-    "cache",
-    "publication",
-    "vmmkv",
-    "metrics",
-    "torch",
-    "schemes",
-    "workload",
-    "testing",
-]
-LAYERS += ["integrations", "model_config", "cli", "__main__"]
+LAYERS = """kernels errors layout stats budget ledger compiled driver core events tier prefix tensors scales arguments
+views transfer lending pool snapshot picture sequence cache publication vmmkv metrics torch schemes workload testing
+integrations model_config cli __main__""".split()  # noqa: SIM905
 """Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""
 UPWARDS = {
     ("picture", "cache"),
@@ -309,60 +278,50 @@ def is_private(name: str) -> bool:
 
 
 @cache
-def definitions(code: str) -> Counter[str]:
-    """Private names that code defines, and in how many classes: methods, attributes, slots. The module's have 0."""
-    tree, nodes = parsed(code)
-    found: Counter[str] = Counter()
-    for each in [tree, *(node for node in nodes if isinstance(node, ast.ClassDef))]:
-        names = set()
-        for node in ast.walk(each) if each is not tree else ast.iter_child_nodes(each):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                names.add(node.name)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                stored = [name for target in targets for name in ast.walk(target)]
-                names |= {name.id for name in stored if isinstance(name, ast.Name)}
-                names |= {name.attr for name in stored if isinstance(name, ast.Attribute) and is_own(name.value)}
-                if "__slots__" in names and node.value:
-                    names |= {str(text.value) for text in ast.walk(node.value) if isinstance(text, ast.Constant)}
-        found.update({name: int(each is not tree) for name in names if is_private(name)})
-    return found
+def definitions(code: str) -> set[str]:
+    """Private names that code defines: functions, classes, variables, attributes, slots."""
+    found = set()
+    for node in parsed(code)[1]:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            found |= {str(text.value) for text in ast.walk(node.value) if isinstance(text, ast.Constant)}
+    return {name for name in found if is_private(name)}
 
 
 def is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
-def private_uses(code: str, elsewhere: Container[str] = ()) -> list[str]:
+ENDS = re.compile(r"\.(endswith|r?strip|removesuffix)$")
+"""What takes pieces of names, as formatted strings do."""
+
+
+def private_uses(code: str, elsewhere: Container[str] = ()) -> set[str]:
     """Private names of others that code uses, by a dot, an import, or in a string, as `getattr` takes them.
 
-    Of which class an object is cannot be seen here. So its name is the module's own if one of its classes has such a
-    name, and none of another module (`elsewhere`). `self` and bases may have what any class of ours has.
+    Of which class an object is cannot be seen here. So its name is the module's own if the module defines it, and no
+    other one does (`elsewhere`). `self` may have what any class of ours has, and bases of others are others.
     """
-    _, nodes = parsed(code)
-    own = definitions(code)
-    bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases} | {"super()"}
-    used = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    kinds = ast.Call, *(type(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases)
+    own, used, nodes = definitions(code), set[str](), parsed(code)[1]
+    ends = [node for node in nodes if isinstance(node, ast.Call) and ENDS.search(ast.unparse(node.func))]
+    ends += [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    bases = {"super()", *(ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases)}
+    silent = {text for node in ends for text in ast.walk(node)}
     for node in nodes:
-        if isinstance(node, ast.Attribute):
-            of_base = isinstance(node.value, kinds) and ast.unparse(node.value) in bases
-            if is_own(node.value) or of_base:
-                foreign = node.attr not in elsewhere and own[node.attr] <= of_base
-            else:
-                foreign = node.attr in elsewhere or not own[node.attr]
-            used += [node.attr] if foreign else []
-    silent = {child for node in nodes if is_no_name(node) for child in ast.walk(node)}
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and node not in silent]
-    used += [node.value for node in texts if isinstance(node.value, str) and node.value not in own]
-    return [name for name in used if is_private(name)]
-
-
-def is_no_name(node: ast.AST) -> bool:
-    """Whether strings in it are no names: pieces of others, ends that are looked for, slots, which are definitions."""
-    method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-    slots = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
-    return isinstance(node, ast.JoinedStr) or slots or method in ("endswith", "strip", "removesuffix")
+        if isinstance(node, ast.ImportFrom):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            of_base = ast.unparse(node.value) in bases
+            foreign = of_base if node.attr not in elsewhere else not (of_base or is_own(node.value))
+            used |= {node.attr} if foreign or node.attr not in (own | {*elsewhere}) else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in silent:
+            used |= {node.value} - own
+    return {name for name in used if is_private(name)}
 
 
 def test_modules_keep_out_of_each_others_private_state() -> None:
@@ -370,8 +329,8 @@ def test_modules_keep_out_of_each_others_private_state() -> None:
     defined = {name: definitions(code) for name, code in codes.items()}
     uses = {}
     for name, code in codes.items():
-        elsewhere = set().union(*(+names for other, names in defined.items() if other != name))
-        uses[name] = set(private_uses(code, elsewhere))
+        elsewhere = set().union(*(names for other, names in defined.items() if other != name))
+        uses[name] = private_uses(code, elsewhere)
     assert {name: private - PRIVATE for name, private in uses.items() if private - PRIVATE} == {}
     assert set().union(*uses.values()) == PRIVATE  # what is not used any more need not be allowed
 
@@ -382,5 +341,5 @@ def test_benchmarks_and_examples_use_what_is_public(folder: str) -> None:
     ours -= PRIVATE | {"_", "_attention", "_repr_html_"}  # Python's, Jupyter's, and a part of torch's names
     for path in (ROOT / folder).rglob("*.py"):
         code = path.read_text()
-        used = private_uses(code, ours - definitions(code).keys())
+        used = private_uses(code, ours - definitions(code))
         assert ours.isdisjoint(used), path
