@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 
 import pytest
-from conftest import run_python
+from conftest import join, run_python
 from ring import Ring
 from router import read
 
@@ -102,14 +102,12 @@ def test_wrong_calls_are_refused_and_change_nothing() -> None:
 
 
 def test_closing_wakes_all_and_keeps_the_rest() -> None:
-    log = EventLog(1)
-    results: list[list[Event]] = []
+    log, results = EventLog(1), list[list[Event]]()
     waiting = [threading.Thread(target=lambda: results.append(log.events(timeout=None))) for _ in range(3)]
     for thread in waiting:
         thread.start()
     log.close()
-    for thread in waiting:
-        thread.join(timeout=300)
+    join(*waiting)
     assert results == [[], [], []]
     log = EventLog(1)
     ring = Ring(log)
@@ -248,18 +246,18 @@ def test_a_publisher_keeps_a_bounded_past_and_says_what_was_dropped(sockets: zmq
     dealer = sockets.socket(zmq.DEALER)
     assert publisher.replay_endpoint
     dealer.connect(publisher.replay_endpoint)
-    *replayed, _ = ask(dealer, 0)
-    while not replayed:
-        *replayed, _ = ask(dealer, 0)
-    ((_, _, batch),) = replayed
+
+    def replay(first: int) -> list[list[bytes]]:
+        """Once there is something."""
+        while not (replayed := ask(dealer, first)[:-1]):
+            pass
+        return replayed
+
+    ((_, _, batch),) = replay(0)
     assert [type(each).__name__ for each in read(batch).events] == ["AllBlocksCleared", "BlockStored", "BlockStored"]
     for token in range(5, 9):
         store(ring, [token])
-        *replayed, _ = ask(dealer, token - 4)
-        while not replayed:
-            *replayed, _ = ask(dealer, token - 4)
-        assert tokens_of([replayed[-1][2]]) == [token]
-    *replayed, _ = ask(dealer, 0)
-    assert tokens_of(frames[2] for frames in replayed) == [6, 7, 8]
+        assert tokens_of([replay(token - 4)[-1][2]]) == [token]
+    assert tokens_of(frames[2] for frames in replay(0)) == [6, 7, 8]
     log.close()
     publisher.close()

@@ -11,7 +11,6 @@ import random as python_random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, few, int32
@@ -511,59 +510,6 @@ def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
         assert (out[4:] == 7).all()
 
 
-def test_what_does_not_fit_is_refused_before_any_launch() -> None:
-    q, k, v, lens, _ = new_tokens()
-    tiny, huge = (10 ** python_random.uniform(*power) for power in ((-237, -39), (39, 238)))
-    many = q[:, 0].repeat(3, 1, 1)
-    cu, rows = int32([0, 3, 6, 9]), torch.zeros(65_537, dtype=torch.int32, device=DEVICE)
-    out = torch.zeros_like(q)
-    for error, refused in (
-        (ValueError, lambda: decode(q[..., :48], k[..., :48], v[..., :48], lens)),
-        (ValueError, lambda: decode(q, k[..., :32], v[..., :32], lens)),
-        (ValueError, lambda: decode(q[:, :, :3], k, v, lens)),
-        (ValueError, lambda: decode(q.expand(-1, 9, -1, -1), k, v, lens)),
-        (ValueError, lambda: decode(q, k, v, lens[:2])),
-        (ValueError, lambda: decode(q, k, v[:, :32], lens)),
-        (ValueError, lambda: decode(q, k, v, lens, block_table=int32([[0]]), out=out[:, :, :2])),
-        (ValueError, lambda: decode(q, k[:, :8], v[:, :8], lens, block_table=int32([[0], [1], [2]]))),
-        (ValueError, lambda: decode(q, k, v, lens, block_table=int32([0, 1, 2]))),
-        (ValueError, lambda: decode(q, k.to("meta"), v, lens)),
-        (ValueError, lambda: decode(q.float(), k.float(), v.float(), lens, kernel="mma")),
-        (ValueError, lambda: decode(q, k, v, lens, kernel="fast")),
-        (ValueError, lambda: decode(q, k, v, lens, sinks=torch.zeros(3, device=DEVICE))),
-        (TypeError, lambda: decode(q, k, v, lens, sinks=torch.zeros(4, device=DEVICE, dtype=bf16))),
-        (TypeError, lambda: decode(q.double(), k, v, lens)),
-        (TypeError, lambda: decode(q, k.half(), v.half(), lens)),
-        (TypeError, lambda: decode(q, k, v, lens.long())),
-        (TypeError, lambda: decode(q, k, v, lens.tolist())),
-        (TypeError, lambda: decode(q, k, v, lens, out=[])),
-        (ValueError, lambda: decode(q[:, :, :0], k, v, lens)),
-        (ValueError, lambda: decode(q, k, v, lens, out=torch.zeros_like(q[:1]).expand(3, -1, -1, -1))),
-        (ValueError, lambda: decode(q, k, v, lens, softcap=-1.0)),
-        (ValueError, lambda: decode(q, k, v, lens, softcap=float("nan"))),
-        (ValueError, lambda: decode(q, k, v, lens, scale=0.0)),
-        *((ValueError, lambda function=function, kernel=kernel, wrong=wrong: call(
-            function, q, k, v, lens, kernel=kernel, **wrong
-        )) for function, kernel in WAYS for wrong in (
-            {"scale": huge}, {"scale": tiny}, {"softcap": tiny}, {"softcap": huge}, {"softcap": 1.3e4},
-            {"scale": 1e30, "softcap": 1e-9}, {"scale": 1e-35, "softcap": 1e4},
-        )),
-        (ValueError, lambda: decode(q, k, v, lens, window=-4)),
-        (ValueError, lambda: decode(q, k, v, lens, window=1 << 63)),
-        (TypeError, lambda: decode(q, k, v, lens, window=np.float64(2))),
-        (ValueError, lambda: prefill(q, k, v, cu, lens)),
-        (ValueError, lambda: prefill(many, k, v, cu[:2], lens)),
-        (ValueError, lambda: prefill(many, k, v, cu, lens, causal=False, window=8)),
-        (ValueError, lambda: prefill(many, k, v, cu[:1], lens[:0])),
-        (ValueError, lambda: prefill(q[:, 0], k, v, rows, rows[1:], rows[1:], kernel="mma")),  # more than a grid has
-        (ValueError, lambda: mixed(many, k, v, cu, lens, max_prompts=-1)),
-        (TypeError, lambda: mixed(many, k, v, cu, lens, max_prompts=3.0, kernel="plain")),
-    ):  # fmt: skip
-        with pytest.raises(error, match=r"must|without|on |blocks of threads"):
-            refused()
-    assert (out == 0).all()
-
-
 def appended(
     kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scales: str = "token_head"
 ) -> dict[str, torch.Tensor]:
@@ -623,34 +569,6 @@ def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
     for kernel in ("mma", "plain"):
         nan = decode(q, **given, kernel=kernel).isnan().view(2, 4, 64)
         assert nan.all(-1).tolist() == nan.any(-1).tolist() == [[True, True, False, False], [False, False, True, True]]
-
-
-@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
-def test_8_bits_without_their_scales_are_refused(kv: torch.dtype) -> None:
-    q, k, v, lens, _ = new_tokens()
-    scales, cu = torch.ones(3, 64, 2, device=DEVICE), int32([0, 1, 2, 3])
-    numbers, _ = quantize(k, kv)
-    other = numbers.view(int8 if kv == e4m3 else e4m3)
-    for error, given, k_scales, v_scales in (
-        (TypeError, (numbers, numbers), None, None),
-        (TypeError, (numbers, numbers), scales, None),
-        (TypeError, (k, numbers), None, None),
-        (TypeError, (numbers, v), scales, scales),
-        (TypeError, (k, v), scales, scales),
-        (TypeError, (numbers, other), scales, scales),
-        (TypeError, (numbers, numbers), scales, scales.half()),
-        (ValueError, (numbers, numbers), scales, scales[:, :32]),
-        (ValueError, (numbers, numbers), scales.to("meta"), scales),
-    ):
-        options = {"k_scales": k_scales, "v_scales": v_scales}
-        with pytest.raises(error, match=r"[kv]_scales|same"):
-            decode(q, *given, lens, **options)
-        with pytest.raises(error, match=r"[kv]_scales|same"):
-            prefill(q[:, 0], *given, cu, lens, **options)
-    with pytest.raises(TypeError, match="got q of"):
-        decode(q.to(e4m3), numbers, numbers, lens, k_scales=scales, v_scales=scales)
-    with pytest.raises(ValueError, match="must be one of auto, mma, plain"):
-        prefill(q[:, 0], numbers, numbers, cu, lens, k_scales=scales, v_scales=scales, kernel="wgmma")
 
 
 @pytest.mark.gpu

@@ -43,6 +43,7 @@ class Recorder:
 def test_workspace_is_made_in_relaxed_mode_on_a_stream_of_its_own(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
+    """With nothing that waits for other streams; and where a call fails nothing is left."""
     recorder = Recorder(failing)
     monkeypatch.setattr(compiler, "driver", lambda: recorder)
     monkeypatch.setattr(compiler, "enter_context", lambda index: None)
@@ -51,11 +52,8 @@ def test_workspace_is_made_in_relaxed_mode_on_a_stream_of_its_own(
         assert compiler.allocate_zeroed(0, 512) == 4096
     calls = ["cuMemAlloc", "cuStreamCreate", "cuMemsetD8Async", "cuStreamSynchronize"]
     made = calls[: calls.index(failing) + 1] if failing else calls
-    assert [name for name in recorder.calls if name in calls] == made
-    assert set(recorder.calls) <= {*calls, "cuStreamDestroy", "cuMemFree"}, "nothing that waits for other streams"
-    assert set(recorder.calls.values()) == {"relaxed"}
-    assert recorder.mode == "global"
-    assert ("cuMemFree" in recorder.calls) == (failing not in ("", "cuMemAlloc"))
+    assert {*recorder.calls} - {"cuStreamDestroy"} == {*made} | ({"cuMemFree"} if failing in calls[1:] else set())
+    assert ({*recorder.calls.values()}, recorder.mode) == ({"relaxed"}, "global")
 
 
 class Step:

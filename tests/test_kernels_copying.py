@@ -231,102 +231,15 @@ def test_copy_tokens(heads, width, dtype, parts, most, itself) -> None:
     assert equal(target, expected)
 
 
-def test_what_does_not_fit_is_refused_before_any_launch() -> None:
-    k = random(2, 2, 64, dtype=torch.float16)
-    cache = random(2, 8, 2, 64, dtype=torch.float16)
-    before = cache.clone()
-    rows, starts = int32([0, 1]), int32([0, 0])
-    for error, arguments in (
-        (ValueError, (k, k[:1], cache, cache, rows, starts)),
-        (ValueError, (k, k, cache[..., :32], cache, rows, starts)),
-        (ValueError, (k[..., ::2], k[..., ::2], cache[..., ::2], cache[..., ::2], rows, starts)),
-        (ValueError, (k[..., 1:57], k[..., 1:57], cache[..., 1:57], cache[..., 1:57], rows, starts)),
-        (ValueError, (k[..., :60], k[..., :60], cache[..., :60], cache[..., :60], rows, starts)),
-        (ValueError, (k, k, cache[0], cache, rows, starts)),
-        (ValueError, (k, k, cache.to("meta"), cache, rows, starts)),
-        (TypeError, (k, k, cache.float(), cache, rows, starts)),
-        (TypeError, (k, k, cache, cache, rows.long(), starts)),
-        (ValueError, (k, k, cache, cache, rows[:1], starts)),
-        (ValueError, (k, k, cache, cache, rows, starts, int32([0, 1]))),
-        (ValueError, (k[..., :0], k, cache[..., :0], cache, rows, starts)),
-        (ValueError, (k[:, :0], k[:, :0], cache[:, :, :0], cache[:, :, :0], rows, starts)),
-    ):
-        with pytest.raises(error, match=r"must|differ|on "):
-            append(*arguments)
-    q, angles = random(2, 4, 64, dtype=torch.float16), random(2, 64, dtype=torch.float16)
-    for error, rotary in (
-        (ValueError, (q[:1], q, angles, angles)),
-        (ValueError, (q, q[:, :2], angles, angles)),
-        (ValueError, (q[..., :32], q[..., :32], angles, angles)),
-        (ValueError, (q, q[:, :1].expand_as(q), angles, angles)),
-        (ValueError, (q, q, angles, angles[:, :32])),
-        (ValueError, (q, q, angles[:1], angles[:1])),
-        (ValueError, (q, q, angles[:, :24], angles[:, :24])),
-        (ValueError, (q, q, angles.repeat(1, 2), angles.repeat(1, 2))),
-        (ValueError, (q, q, angles, angles.T.contiguous().T)),
-        (ValueError, (q, q, angles[:, 1:33], angles[:, 1:33])),
-        (ValueError, (q, q, angles, angles.to("meta"))),
-        (TypeError, (q, q, angles.float(), angles.float())),
-        (TypeError, (q.float(), q.float(), angles, angles)),
-    ):
-        with pytest.raises(error, match=r"must|on "):
-            append(k, k, cache, cache, rows, starts, rotary=RotateHalf(*rotary))
-    eights = [each.to(torch.float8_e4m3fn) for each in (k, k, cache, cache)]
-    with pytest.raises(TypeError, match="must"):
-        append(*eights, rows, starts, rotary=RotateHalf(q, q, angles, angles))
-    assert equal(cache, before)
-
-
-def test_what_cannot_be_copied_is_refused_before_any_launch() -> None:
-    cache = random(2, 8, 2, 64, dtype=torch.float16)
-    before, ranges = cache.clone(), [int32([each]) for each in (0, 0, 1, 0, 1)]
-    many = [each.repeat(65_536) for each in ranges]
-    for error, match, arguments in (
-        (ValueError, r"\[2, 8, 2, 0\]", (cache[..., :0], cache[..., :0], *ranges, 1)),
-        (ValueError, r"\[2, 8, 0, 64\]", (cache[:, :, :0], cache[:, :, :0], *ranges, 1)),
-        (TypeError, "lengths None", (cache, cache, *ranges[:4], None, 1)),
-        (TypeError, "source_rows None", (cache, cache, None, *ranges[1:], 1)),
-        (TypeError, "max_length 1.5", (cache, cache, *ranges, 1.5)),
-        (TypeError, "max_length None", (cache, cache, *ranges, None)),
-        (ValueError, "max_length -1", (cache, cache, *ranges, -1)),
-        (ValueError, "65,536 ranges", (cache, cache, *many, 1)),
-        (ValueError, "blocks of threads", (cache, cache, *ranges, 1 << 40)),
-    ):
-        with pytest.raises(error, match=match):
-            copy_tokens(*arguments)
-    assert equal(cache, before)
-
-
-def test_8_bits_without_their_scales_are_refused() -> None:
-    k = random(2, 2, 64, dtype=torch.bfloat16)
-    cache = random(2, 8, 2, 64, dtype=torch.int8)
-    rows, starts, scales = int32([0, 1]), int32([0, 0]), torch.ones(2, 8, 2, device=DEVICE)
-    before, ones = cache.clone(), scales.clone()
-    for error, given_scales in (
-        (TypeError, (None, None)),
-        (TypeError, (scales, None)),
-        (TypeError, (scales, scales.half())),
-        (ValueError, (scales[:, :, :1], scales)),
-        (ValueError, (scales.to("meta"), scales)),
-        (ValueError, (scales, scales[:, :1].expand(-1, 8, -1))),
-        (ValueError, (scales[:, 0], scales)),
-        (ValueError, (scales, scales[:, 0])),
-        (ValueError, (scales[:, 0], scales[:1, 0])),
-        (ValueError, (scales[:, 0, :1], scales[:, 0])),
-        (ValueError, (scales[0, 0], scales[0, 0])),
-        (TypeError, (scales[:, 0], None)),
-    ):
-        with pytest.raises(error, match=r"[kv]_scales"):
-            append(k, k, cache, cache, rows, starts, None, None, None, *given_scales)
-    blocks, table = random(4, 16, 2, 64, dtype=torch.int8), int32([[0], [1]])
-    with pytest.raises(ValueError, match=r"k_scales \[4, 2\]; it must be \[2, 2\]"):
-        append(k, k, blocks, blocks, rows, starts, None, table, None, *[torch.ones(4, 2, device=DEVICE)] * 2)
-    whole = random(2, 8, 2, 64, dtype=torch.bfloat16)
-    for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
-        with pytest.raises(TypeError, match="must be"):
-            append(k, k, *caches, rows, starts, None, None, None, scales, scales)
-    assert equal(cache, before)
-    assert equal(scales, ones)
+def test_append_takes_latents_without_a_v() -> None:
+    """Into rows and into blocks, whatever the strides of what is not there."""
+    new = random(5, 1, 576, dtype=torch.bfloat16)
+    blocks = torch.zeros(4, 16, 1, 576, device=DEVICE, dtype=torch.bfloat16)
+    nothing = torch.empty(5, 1, 0, device=DEVICE, dtype=torch.bfloat16)
+    table, starts = int32([3, 1]).view(1, 2), int32([13])
+    append(new, nothing, blocks, blocks[..., :0], int32([0]), starts, int32([0, 5]), table)
+    assert torch.equal(torch.cat([blocks[3, 13:], blocks[1, :2]]), new)
+    assert (blocks[[0, 2]] == 0).all()
 
 
 def new_and_cache() -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Prepared launches against a driver of our own: what it reads is what the call said, whoever else calls meanwhile."""
+"""Launches against a driver of our own: what it reads is what the call said, whoever else calls meanwhile; plans, which
+are found at a look; and memory of launches, which those that may run beside each other do not share."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from enum import IntEnum
+from itertools import combinations
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +18,10 @@ import torch
 from conftest import ROUNDS
 
 from vmmkv.kernels import launches
+from vmmkv.kernels.checks import keys
 from vmmkv.kernels.compiler import Kernel
-from vmmkv.kernels.launches import Launch
+from vmmkv.kernels.launches import Launch, Workspace
+from vmmkv.kernels.plans import Plans
 
 HANDLE = 4711
 
@@ -66,7 +71,7 @@ class FakeDriver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Any, ...]] = []
         self.answers: list[int] = []
-        self.device, self.devices, self.streams, self.entered = 0, [], {0: 0, 1: 1 << 40}, []
+        self.device, self.streams, self.entered = 0, {0: 0, 1: 1 << 40}, []
         signature = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         callback = signature(self.launch)
         monkeypatch.setattr(launches, "_driver_launch", lambda: callback)
@@ -86,7 +91,6 @@ class FakeDriver:
         return 0, len(self.entered)
 
     def enter_device(self, index: int) -> Any:
-        self.devices.append(index)
         self.device = index
         return nullcontext()
 
@@ -134,14 +138,16 @@ def some_launch(index: int = 0) -> tuple[Launch, tuple[int, ...], list[Any], lis
 
 
 def test_the_driver_reads_what_a_call_says(fake: FakeDriver) -> None:
-    for _ in range(20 * ROUNDS):
-        launch, grid, arguments, changing = some_launch()
+    for number in range(20 * ROUNDS):
+        fake.device = random.randrange(2)
+        launch, grid, arguments, changing = some_launch(index=number % 2)
         for _ in range(3):
-            fake.streams[0] = random.randrange(1 << 63)
+            fake.streams[number % 2] = random.randrange(1 << 63)
             for place in changing:
                 arguments[place] = some_arguments()[place]
             launch.run(*[arguments[place] for place in changing])
-            assert fake.seen.pop() == (*grid, fake.streams[0], arguments)
+            assert fake.seen.pop() == (*grid, fake.streams[number % 2], arguments)
+        assert fake.device == number % 2, "it goes to its own device"
 
 
 def test_threads_that_launch_the_same(fake: FakeDriver) -> None:
@@ -155,12 +161,6 @@ def test_threads_that_launch_the_same(fake: FakeDriver) -> None:
             arguments[place] = value
         expected.append((*grid, 0, [*arguments]))
     assert sorted(fake.seen) == sorted(expected)
-
-
-def test_a_launch_goes_to_its_own_device(fake: FakeDriver) -> None:
-    launch, grid, arguments, changing = some_launch(index=1)
-    launch.run(*[arguments[place] for place in changing])
-    assert (fake.devices, fake.seen) == ([1], [(*grid, 1 << 40, arguments)])
 
 
 def test_what_the_driver_refuses(fake: FakeDriver) -> None:
@@ -178,3 +178,121 @@ def test_what_the_driver_refuses(fake: FakeDriver) -> None:
     fake.answers = []
     launch.run(*values)
     assert fake.entered == [0]
+
+
+MAKE = (
+    lambda: torch.empty(4, 3, 8),
+    lambda: torch.empty(4, 3, 8, dtype=torch.float16),
+    lambda: torch.empty(4, 3, 8, device="meta"),
+    lambda: torch.empty(3, 4, 8).transpose(0, 1),
+    lambda: torch.empty(4, 6, 8)[:, ::2],
+    lambda: torch.empty(4, 1, 8).expand(4, 3, 8),
+    lambda: torch.empty(5, 3, 8)[:4],
+    lambda: torch.empty(5, 3, 8),
+    lambda: torch.empty(4, 24),
+    lambda: torch.nn.Parameter(torch.empty(4, 3, 8)),
+    lambda: None,
+)
+
+
+def addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
+def test_any_calls_in_any_order() -> None:
+    """Whatever differs makes another plan: shapes, strides, dtypes, devices, what is missing or the same, options."""
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(given)
+        return given
+
+    plans: Plans[Any] = Plans(make)
+    kinds = random.sample(MAKE, 4)  # few, so that calls come again
+    for _ in range(300):
+        some = [random.choice(kinds)() for _ in range(2)]
+        tensors = *some, random.choice([*some, None])
+        option, mode = random.random() < 0.1, random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        with mode():
+            if any(each is not None and each.is_meta for each in tensors):
+                with pytest.raises(TypeError, match="without memory"):
+                    plans.find(tensors, option)
+            else:
+                assert plans.find(tensors, option) == ((option, keys(tensors)), addresses(tensors))
+    assert len(made) < 300, "nothing was found"
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose numbers are another's, as a DTensor's are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    """Not taken for one that is not given: also after one that looks like it. An empty one has nothing to be read."""
+    plans = Plans(str)
+    plain, empty = torch.empty(2, 3), torch.empty(2, 0)
+    for _ in range(2):
+        assert plans.find((plain, plain, empty))[1] == [plain.data_ptr(), plain.data_ptr(), 0]
+        assert plans.find((plain, torch.empty(2, 3), empty))
+        with pytest.raises(TypeError, match="got Wrapper"):
+            plans.find((plain, Wrapper(plain), empty))
+
+
+@pytest.mark.parametrize("option", [torch.tensor(0.5), [1]])
+def test_what_may_change_unseen_is_no_option(option: Any) -> None:
+    with pytest.raises(TypeError, match="must be a number"):
+        Plans(str).find((torch.empty(2, 3), torch.empty(2, 3)), "auto", option)
+
+
+SIZES = [(1 << 10, 256), (5000, 700), (1 << 16, 64), (1 << 16, 65)]
+"""Bytes and counters of plans; of the first both take as much, so that what is given back is given again."""
+
+
+@pytest.mark.parametrize("slab", [1024, 1 << 20])
+def test_what_may_run_at_once_shares_nothing(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+    """Of streams no room and no counters, whichever plans use them; of captures, which have torch's room, none of both,
+    and no counters of others. A slab that is used up cannot be replaced in a capture."""
+    for books in ("_rooms", "_counters", "_slabs"):
+        monkeypatch.setattr(launches, books, {})
+    kept: list[torch.Tensor] = []
+    now = {"stream": 0, "capture": 0}
+
+    def allocate(index: int, nbytes: int) -> int:
+        kept.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return kept[-1].data_ptr()
+
+    on_host = SimpleNamespace(
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda index: now["stream"]),
+        empty=lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype),
+        zeros=lambda count, dtype, device: torch.zeros(count, dtype=dtype),
+        uint8=torch.uint8,
+        int32=torch.int32,
+    )
+    monkeypatch.setattr(launches, "torch", on_host)
+    monkeypatch.setattr(launches, "_capture_of", lambda index, stream: now["capture"])
+    monkeypatch.setattr(launches, "_allocate", allocate)
+    monkeypatch.setattr(launches, "SLAB", slab)
+    plans = [(Workspace(0, *sizes), *sizes) for sizes in SIZES]
+    used: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for _ in range(60 * ROUNDS):
+        stream, capture = random.choice([(0, 0), (16, 0), (32, 0), (32, 1), (32, 2)])
+        now |= {"stream": stream, "capture": capture}
+        plan, nbytes, count = random.choice(plans)
+        room, counters = plan.room()
+        assert room + nbytes <= counters or counters + 4 * count <= room
+        lasting = {(room, room + nbytes), (counters, counters + 4 * count)}
+        if capture:
+            ours = [range(each.data_ptr(), each.data_ptr() + len(each)) for each in kept]
+            lasting = {(first, end) for first, end in lasting if any(first in each for each in ours)}
+        else:
+            assert plan.room() == (room, counters)
+        used.setdefault((stream, capture), set()).update(lasting)
+    for mine, others in combinations(used.values(), 2):
+        assert all(end <= begin or last <= first for first, end in mine for begin, last in others)

@@ -95,64 +95,58 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_surplus_goes_to_the_process_that_lacks_it(pair: tuple[Process, Process], folder: Path) -> None:
-    first, second = pair
-    parked = first.cache.sequence(8 * 90)
-    assert first.pool.stats().physical_bytes == 90 * PAGE
-    with pytest.raises(vmmkv.OutOfPagesError):
-        second.cache.sequence(8 * 101)
-    del parked
-    live = second.cache.sequence(8 * 95)
-    live.k(0).fill_(1)
-    assert first.pool.word("created") <= 5
-    assert first.granted + second.granted <= 100
+def test_any_use_of_one_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever others neither use nor have reserved a process can have, and no more, also while the limit moves:
+    surplus goes to who lacks it, and live tokens stay."""
+    monkeypatch.setattr(ledger, "SETTLING", SETTLING)
+    monkeypatch.setattr(lending, "SWEEP", 2)
+    random, limit, reserved = Random(), 100, 20
+    both = Process(100), Process(100, reserved=reserved * PAGE)
+    live: list[tuple[Process, vmmkv.Sequence, float]] = []
+
+    def room_of(process: Process) -> int:
+        used = {each: sum(sequence.length // 8 for of, sequence, _ in live if of is each) for each in both}
+        kept = max(reserved - used[both[1]], 0) if process is both[0] else 0
+        return limit - sum(used.values()) - kept
+
+    for _ in range(40 * ROUNDS):
+        process, pages, value = random.choice(both), random.randint(1, 110), random.random()
+        what, room = random.choice(["start", "start", "free", "limit"]), room_of(process)
+        if what == "start" and len(live) < 12:
+            wait_until(lambda process=process, room=room: process.cache.available_pages == room)
+            if pages > room:
+                with pytest.raises(vmmkv.OutOfPagesError):
+                    process.cache.sequence(8 * pages)
+                pages = max(room // 2, 1)
+            if pages <= room:
+                live.append((process, process.cache.sequence(8 * pages), value))
+                live[-1][1].k(0).fill_(value)
+        elif what == "free" and live:
+            live.pop(random.randrange(len(live)))[1].free()
+        elif what == "limit" and room_of(both[0]) >= limit - 100:
+            limit = random.randint(limit - max(room_of(both[0]), 0), 100)
+            process.pool.set_limit(limit * PAGE)
+            wait_until(lambda limit=limit: sum(each.granted for each in both) <= limit)
+            assert both[0].pool.stats().limit_bytes == limit * PAGE
+        assert sum(each.granted for each in both) <= limit
+        assert all((sequence.k(0) == value).all() for _, sequence, value in live)
     (path,) = folder.iterdir()
     assert (path.stat().st_mode & 0o777, folder.stat().st_mode & 0o077) == (0o600, 0)
+    for each in both:
+        each.close()
 
 
-def test_live_tokens_stay(pair: tuple[Process, Process]) -> None:
-    first, second = pair
-    kept = first.cache.sequence(8 * 60)
-    kept.k(0).fill_(3)
-    wait_until(lambda: second.cache.available_pages == 40)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        second.cache.sequence(8 * 41)
-    rest = second.cache.sequence(8 * 40)
-    assert rest.length + kept.length == 800
-    assert (kept.k(0) == 3).all()
-    with pytest.raises(vmmkv.OutOfPagesError):
-        kept.extend(8)
-    assert kept.length == 8 * 60
-
-
-def test_what_is_reserved_can_be_had_at_any_time() -> None:
+def test_more_cannot_be_reserved_than_there_is() -> None:
     first = Process(100)
     kept = first.cache.sequence(8 * 50)
     with pytest.raises(vmmkv.BudgetError, match="reserve"):
         Process(100, reserved=60 * PAGE)
     second = Process(100, reserved="40%")
-    with pytest.raises(vmmkv.OutOfPagesError):
-        kept.extend(8 * 20)
     kept.extend(8 * 10)
-    reserved = second.cache.sequence(8 * 40)
-    assert reserved.length + kept.length == 800
     with pytest.raises(vmmkv.BudgetError, match="reserve"):
         Process(100, reserved=61 * PAGE)
     for each in (first, second):
         each.close()
-
-
-def test_the_limit_changes_while_processes_run(pair: tuple[Process, Process]) -> None:
-    first, second = pair
-    first.cache.sequence(8 * 60).free()
-    kept = first.cache.sequence(8 * 10)
-    second.pool.set_limit(50 * PAGE)
-    wait_until(lambda: first.granted + second.granted <= 50)
-    assert first.pool.stats().limit_bytes == 50 * PAGE
-    wait_until(lambda: second.cache.available_pages == 40)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        kept.extend(8 * 41)
-    kept.extend(8 * 40)
 
 
 def make_book(limit: int, *lines: dict[str, int]) -> Book:

@@ -1,25 +1,41 @@
-"""Metrics, as Prometheus reads them."""
+"""What pools tell of themselves: to Prometheus, to a profiler, and to `vmmkv top`, whatever becomes of a process."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import random
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from textwrap import dedent
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import run_python, soon
+from conftest import join, run_python, soon
 from loopback import looped
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 import vmmkv
+from vmmkv import publication
+from vmmkv.cli.app import app
+from vmmkv.cli.top import draw
 from vmmkv.events import EventLog
 from vmmkv.metrics import PoolCollector
 from vmmkv.torch import GrowableTensor
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+
+
+def make_pool() -> vmmkv.FramePool:
+    return vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
 
 
 def scrape(pool: vmmkv.FramePool) -> dict[tuple[str, ...], float]:
@@ -37,7 +53,7 @@ def scrape(pool: vmmkv.FramePool) -> dict[tuple[str, ...], float]:
 
 
 def test_what_prometheus_reads_is_so() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    pool = make_pool()
     cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, reserved="16KiB", lookahead=8)
     tensor = GrowableTensor((100, 1024), torch.float32, pool=pool, max_bytes="40KiB")
     tensor.resize(2)
@@ -47,30 +63,23 @@ def test_what_prometheus_reads_is_so() -> None:
     lengths[0] = 0
     used = sum(-(-length // 8) for length in lengths) + 2
     soon(lambda: not pool.word("hungry"))
-    values, stats = scrape(pool), cache.stats()
-    assert values["vmmkv:kv_cache_usage_perc",] == pytest.approx(used / 40)
-    assert values["vmmkv:limit_bytes",] == 160 << 10
-    assert values["vmmkv:reserved_bytes",] == 16 << 10
-    assert values["vmmkv:physical_bytes",] == pool.stats().physical_bytes
-    assert values["vmmkv:num_accounts",] == 2
-    assert values["vmmkv:num_sequences",] == 3
-    assert values["vmmkv:num_tokens",] == sum(lengths)
-    states = {state: values["vmmkv:pages", state] for state in ("used", "surplus", "free")}
-    assert states["used"] == used
-    assert sum(states.values()) * 4096 == pool.stats().physical_bytes
-    assert states["surplus"] == stats.pages["surplus"]
-    assert values["vmmkv:pages_created_total",] == stats.pages_created
-    assert values["vmmkv:pages_mapped_total", "user"] == stats.pages_mapped["in need"]
-    assert values["vmmkv:pages_mapped_total", "mapper"] == stats.pages_mapped["ahead"] > 0
-    for thread, calls in (("user", stats.driver_calls), ("mapper", stats.mapper_calls)):
+    values, stats, physical = scrape(pool), cache.stats(), pool.stats().physical_bytes
+    expected = {("kv_cache_usage_perc",): pytest.approx(used / 40), ("limit_bytes",): 160 << 10}
+    expected |= {("reserved_bytes",): 16 << 10, ("physical_bytes",): physical, ("num_accounts",): 2}
+    expected |= {("num_sequences",): 3, ("num_tokens",): sum(lengths), ("pages", "used"): used}
+    expected |= {("pages", "surplus"): stats.pages["surplus"], ("pages_created_total",): stats.pages_created}
+    expected["pages", "free"] = physical // 4096 - used - stats.pages["surplus"]
+    for thread, calls, kind in (("user", stats.driver_calls, "in need"), ("mapper", stats.mapper_calls, "ahead")):
+        expected["pages_mapped_total", thread] = stats.pages_mapped[kind]
         for name, call in calls.items():
-            assert values["vmmkv:driver_calls_total", name, thread] == call.count
-            assert values["vmmkv:driver_seconds_total", name, thread] == pytest.approx(call.seconds)
-    assert values["vmmkv:driver_calls_total", "map", "mapper"] > 0
+            expected["driver_calls_total", name, thread] = call.count
+            expected["driver_seconds_total", name, thread] = pytest.approx(call.seconds)
+    assert {key: values[f"vmmkv:{key[0]}", *key[1:]] for key in expected} == expected
+    assert min(values["vmmkv:pages_mapped_total", "mapper"], values["vmmkv:driver_calls_total", "map", "mapper"]) > 0
 
 
 def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    pool = make_pool()
     assert scrape(pool)["vmmkv:prefix_cache_queries_total",] == 0
     prompts, hits = 0, 0
     for _ in range(2):
@@ -90,7 +99,7 @@ def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
 
 
 def test_what_is_on_the_host_is_counted() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    pool = make_pool()
     caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, host_bytes="1MiB") for _ in range(2)]
     away = [cache.sequence(random.randint(1, 40)) for cache in caches]
     pages = sum(-(-sequence.length // 8) for sequence in away)
@@ -104,7 +113,7 @@ def test_what_is_on_the_host_is_counted() -> None:
 
 
 def test_events_that_were_dropped_are_counted() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    pool = make_pool()
     caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)]
     assert ("vmmkv:kv_events_dropped_total",) not in scrape(pool)
     caches += [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, event_log=EventLog(8, max_events=1)) for _ in range(2)]
@@ -134,21 +143,16 @@ def test_pools_come_and_go() -> None:
     assert scrape(kept)
 
 
-def test_without_the_extra_the_rest_works() -> None:
-    child = run_python(
-        """
-        import sys
-        import vmmkv
-        print("prometheus_client" in sys.modules)
-        """
-    )
-    assert child.stdout == "False\n", child.stderr
-
-
-def test_what_copies_or_maps_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What begins and ends on a profiler's time line."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    return calls
+
+
+def test_what_copies_or_maps_is_a_range(ranges: list[str]) -> None:
     options = {"max_bytes": "40KiB", "host_bytes": "1MiB", "large_frames": False}
     with vmmkv.KVCache(LAYOUT, 5, 80, device="cpu", page_size=4096, **options) as cache, looped():
         cache.pool.nvtx = torch.cuda.nvtx.range
@@ -167,28 +171,170 @@ def test_what_copies_or_maps_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None
             "send": lambda: sequence.send(1),
             "receive": lambda: cache.receive(1),
         }.items():
-            del calls[:]
+            del ranges[:]
             kept = operation()
-            assert f"vmmkv: {what}" in calls, what
-            assert calls.count("end") * 2 == len(calls)
+            assert f"vmmkv: {what}" in ranges, what
+            assert ranges.count("end") * 2 == len(ranges)
             del kept
 
 
-def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(ranges: list[str]) -> None:
     with vmmkv.KVCache(LAYOUT, 2, 80, device="cpu", page_size=4096, max_bytes="40KiB") as cache:
         cache.sequence(9).free()
-        assert calls == []
+        assert ranges == []
         cache.pool.nvtx = torch.cuda.nvtx.range
         growing, other = cache.sequence(9), cache.sequence(60)
-        del calls[:]
+        del ranges[:]
         growing.extend(3)  # within its pages
-        assert calls == []
+        assert ranges == []
         with pytest.raises(vmmkv.OutOfPagesError):
             growing.extend(60)
-        assert calls == ["vmmkv: growth", "end"]
         other.free()
         growing.extend(60)
-        assert calls[2:] == ["vmmkv: growth", "end"]
+        assert ranges == ["vmmkv: growth", "end"] * 2
+
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+
+
+@pytest.fixture(autouse=True)
+def _names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests that run at the same time do not see one another."""
+    monkeypatch.setattr(publication, "PREFIX", f"vmmkv-test-{secrets.token_hex(8)}-")
+    yield
+    vmmkv.unpublish()
+
+
+def names() -> list[str]:
+    """The names of sockets of this test."""
+    with open("/proc/net/unix") as file:
+        return [line.split("@")[1].strip() for line in file if publication.PREFIX in line]
+
+
+def top() -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["top", "--once", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def shown(pool: vmmkv.FramePool) -> dict[str, Any]:
+    (record,) = top()
+    assert record["pid"] == os.getpid()
+    (found,) = (each for each in record["pools"] if each["number"] == pool.number)
+    return found
+
+
+def test_what_is_published_is_shown_and_follows() -> None:
+    assert top() == []
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
+    vmmkv.publish()
+    vmmkv.publish()
+    found = shown(pool)
+    assert (found["limit_bytes"], found["physical_bytes"], found["holders"]) == (160 << 10, 0, 1)
+    with cache.sequence(20):
+        found = shown(pool)
+        assert found["tokens"] == 20
+        assert (found["used_bytes"], found["sequences"]) == (3 * 4096, 1)
+        assert found["driver_calls"]["map"]["count"] == 3
+    assert shown(pool)["sequences"] == 0
+    vmmkv.unpublish()
+    assert top() == []
+    assert names() == []
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()"])
+def test_other_processes_are_shown_until_they_end(end: str) -> None:
+    """However they do. A forked child publishes only for itself, and does not end what its parent does."""
+    code = """
+        import os, sys
+        import vmmkv
+        from vmmkv import publication
+        publication.PREFIX = sys.argv[1]
+        vmmkv.publish()
+        if os.fork() == 0:
+            sys.exit()
+        os.wait()
+        (record,) = publication.read_all()
+        assert record["pid"] == os.getpid()
+        print("shown", flush=True)
+    """
+    process = run_python(f"{dedent(code)}\n{end}", publication.PREFIX)
+    assert process.stdout == "shown\n", process.stderr
+    assert top() == []
+    assert names() == []
+
+
+def test_odd_answers_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut ones, those of another version and of another user, and none: whatever else is there is shown."""
+    monkeypatch.setattr(publication, "PATIENCE", 0.05)
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    vmmkv.publish()
+    (record,) = top()
+    whole = json.dumps(record)
+    odd = [*(whole[:end] for end in (0, 1, len(whole) // 2, len(whole) - 1)), "[1]", "null", "\0", None]
+    odd += [json.dumps({name: value for name, value in record.items() if name != left}) for left in record]
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0{publication.PREFIX}1")
+        other.listen()
+
+        def answer() -> None:
+            for text in odd:
+                with other.accept()[0] as client:
+                    if text is None:
+                        client.recv(1)  # until the reader has given up
+                    else:
+                        client.sendall(text.encode())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for text in odd:
+            assert shown(pool)["number"] == pool.number, text
+        join(thread)
+    for value in ("x", None, [], {}, -1):
+        strange = record | {"pools": [{"number": value}, {}, *record["pools"]]}
+        assert f"pool {pool.number} (cpu)" in draw([strange], [record]).plain
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert top() == []
+
+
+def test_a_reader_that_goes_or_does_not_read_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "PATIENCE", 0.05)
+    monkeypatch.setattr(publication, "pool_stats", dict)
+    monkeypatch.setattr(publication.sys, "orig_argv", ["x" * (1 << 22)])
+    vmmkv.publish()
+    (name,) = names()
+    for _ in range(3):
+        reader = socket.socket(socket.AF_UNIX)
+        reader.connect(f"\0{name}")
+        soon(lambda: len(top()) == 1)
+        reader.close()
+
+
+def test_the_table() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
+    kept = cache.sequence(20)
+    ids = np.arange(30)
+    with cache.sequence(token_ids=ids[:20]) as first:
+        first.commit(ids[:20])
+    cached = cache.sequence(token_ids=ids)  # 20 of 50 tokens were there
+    vmmkv.publish()
+    (record,) = top()
+    record["command"] = "python [/bold] serve.py"
+    record["pools"] = [each for each in record["pools"] if each["number"] == pool.number]
+    earlier = json.loads(json.dumps(record))
+    earlier["time"] -= 2
+    for call in earlier["pools"][0]["driver_calls"].values():
+        call["seconds"] = 0.0
+    for call in record["pools"][0]["driver_calls"].values():
+        call["seconds"] = 0.001
+    columns, name, figures = draw([record], [earlier]).plain.splitlines()
+    assert name == f"{os.getpid()} python [/bold] serve.py, pool {pool.number} (cpu)"
+    assert max(map(len, (columns, name, figures))) < 80
+    rate = f"{len(record['pools'][0]['driver_calls']) / 2:.1f}"
+    shown = ["160 KiB", "28 KiB", "28 KiB", "2", f"{kept.length + cached.length}", "40%", "0%", rate, "0.0"]
+    assert figures.split() == " ".join(shown).split()
+    vmmkv.unpublish()
+    result = CliRunner().invoke(app, ["top", "--once"])
+    assert "vmmkv.publish()" in result.stdout

@@ -146,57 +146,25 @@ UPWARDS = {
 }
 """The one exception: types."""
 
-PRIVATE = {
-    # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
-    # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
-    # stand for one; what an operation writes to; the ways of a storage to another process, which are refused; the
-    # comparison of tensors with those of an earlier call; how often one was written to.
-    "_C",
-    "_assert_async",
-    "_cuda_customAllocator",
-    "_cuda_getCurrentRawStream",
-    "_cuda_getDevice",
-    "_cuda_isCurrentStreamCapturing",
-    "_disabled_torch_function_impl",
-    "_dynamo",
-    "_make_wrapper_subclass",
-    "_schema",
-    "_share_cuda_",
-    "_share_fd_cpu_",
-    "_share_filename_cpu_",
-    "_to_copy",
-    "_version",
-    # Numba: the variables of a function that it compiles, which it copies over and over.
-    "_con",
-    # transformers: which attention a model runs, and may run; how to make one of a config in a dtype; of continuous
-    # batching what runs a step, says whether it is a graph, and which, pads it, and admits, ends and keeps; what
-    # `generate` makes of its arguments; the manager of its server, and an error in a stream.
-    "_StreamError",
-    "_attn_implementation",
-    "_cached_continuous_batching_manager",
-    "_can_set_attn_implementation",
-    "_cb_config",
-    "_create_batch_processor",
-    "_from_config",
-    "_generation_step",
-    "_get_forward_fn",
-    "_get_graph_key",
-    "_get_num_sequences",
-    "_get_waiting_candidates",
-    "_local_pauses_requested",
-    "_handle_request_error",
-    "_run_generation_loop",
-    "_supports_attention_backend",
-    "_update_tp_group_state",
-    # Python: named tuples' public methods are called so, the frame of a caller, and the end of a forked process.
-    "_asdict",
-    "_exit",
-    "_fields",
-    "_getframe",
-    "_is_owned",
-    "_make",
-    "_replace",
-}
+# torch: what has no public name. The streams and captures that Python's own functions are too slow, or too strict, to
+# tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only stand for one; what
+# an operation writes to; the ways of a storage to another process, which are refused; the comparison of tensors with
+# those of an earlier call; how often one was written to.
+OF_TORCH = """
+_C _assert_async _cuda_customAllocator _cuda_getCurrentRawStream _cuda_getDevice _cuda_isCurrentStreamCapturing
+_disabled_torch_function_impl _dynamo _make_wrapper_subclass _schema _share_cuda_ _share_fd_cpu_ _share_filename_cpu_
+_to_copy _version"""
+# transformers: which attention a model runs, and may run; how to make one of a config in a dtype; of continuous
+# batching what runs a step, says whether it is a graph, and which, pads it, and admits, ends and keeps; what `generate`
+# makes of its arguments; the manager of its server, and an error in a stream.
+OF_TRANSFORMERS = """_StreamError _attn_implementation _cached_continuous_batching_manager _can_set_attn_implementation
+_cb_config _create_batch_processor _from_config _generation_step _get_forward_fn _get_graph_key _get_num_sequences
+_get_waiting_candidates _local_pauses_requested _handle_request_error _run_generation_loop _supports_attention_backend
+_update_tp_group_state"""
+# Numba: the variables of a function that it compiles, which it copies over and over. Python: named tuples' public
+# methods are called so, the frame of a caller, and the end of a forked process.
+OF_OTHERS = "_con _asdict _exit _fields _getframe _is_owned _make _replace"
+PRIVATE = {*OF_TORCH.split(), *OF_TRANSFORMERS.split(), *OF_OTHERS.split()}
 """Private names of other libraries that vmmkv uses. There is none of its own that another of its modules uses."""
 
 

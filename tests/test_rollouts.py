@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import PATIENCE, join, soon
+from conftest import PATIENCE, soon
 from parity.batching import NEW, Answer, answer, config
 from test_continuous_batching import PAGE_SIZE, ByHand, Served
 from test_continuous_batching import answers as answers_of
@@ -105,15 +104,19 @@ def test_running_requests_go_on_after_a_sleep(model: PreTrainedModel) -> None:
     assert done == {name: served.asked[name].tokens for name in names}
 
 
-def test_verls_words(model: PreTrainedModel) -> None:
-    rows.enable(model, pool=make_pool(), persistent=True)
-    rollouts, expected = rows.Rollouts(model), answers(model, 2)
+def test_verls_words_and_a_model_of_peft(model: PreTrainedModel) -> None:
+    """Which gives the model inside by a method."""
+    expected, outside = answers(model, 2), SimpleNamespace(get_base_model=lambda: model)
+    rows.enable(outside, pool=make_pool(), persistent=True)
+    rollouts = rows.Rollouts(outside)
     check(model, expected)
     assert rollouts.release(tags=["kv_cache"]) == 0
     rollouts.resume(tags=["kv_cache"])
     check(model, expected)
     with pytest.raises(vmmkv.UnsupportedError, match="weights"):
         rollouts.release(tags=["weights"])
+    assert rows.sleep(outside) == 0
+    rows.disable(outside)
 
 
 @pytest.mark.parametrize("together", [1, 4])
@@ -135,15 +138,6 @@ def test_equal_prompts_share_pages_though_they_come_at_once(model: PreTrainedMod
     (cache,) = by_hand.processor.cache.kv_caches
     pages = -(-len(one.prompt) * cache.layout.token_bytes // PAGE_SIZE)
     assert pages <= most < 2 * pages + 8
-
-
-def test_a_model_of_peft_is_found(model: PreTrainedModel) -> None:
-    """By the method with which PEFT gives the model inside."""
-    expected, outside = answers(model, 2), SimpleNamespace(get_base_model=lambda: model)
-    rows.enable(outside, pool=make_pool())
-    check(model, expected)
-    assert rows.sleep(outside) == 0
-    rows.disable(outside)
 
 
 def test_failed_requests_are_raised_where_that_was_asked_for(model: PreTrainedModel) -> None:
@@ -175,19 +169,26 @@ def test_one_thread_puts_to_sleep_and_another_wakes(model: PreTrainedModel) -> N
 
 
 def test_many_threads_put_to_sleep_and_wake(model: PreTrainedModel) -> None:
+    """Also while a manager comes to its end."""
     expected = answers(model, 4, new=60)
+
+    def sleep_and_wake() -> None:
+        for _ in range(20):
+            rows.sleep(model, offload=True)
+            rows.wake(model)
+
     with Served(model, cpu_offload_space=0.01) as served, ThreadPoolExecutor(3) as others:
         names = served.ask(expected, max_new_tokens=60)
-
-        def sleep_and_wake() -> None:
-            for _ in range(20):
-                rows.sleep(model, offload=True)
-                rows.wake(model)
-
         slept = [others.submit(sleep_and_wake) for _ in range(3)]
         served.check_results(names)
         for each in slept:
             each.result(PATIENCE)
+    for _ in range(30):
+        with Served(model) as served, ThreadPoolExecutor(1) as other:
+            stopped = other.submit(served.manager.stop)
+            rows.sleep(model)
+            rows.wake(model)
+            stopped.result(PATIENCE)
 
 
 def test_a_pause_in_a_sleep_leaves_the_model_to_who_trains_it(model: PreTrainedModel) -> None:
@@ -257,17 +258,6 @@ def test_where_one_manager_cannot_sleep_none_does(model: PreTrainedModel) -> Non
         with pytest.raises(vmmkv.BusyError), patch.object(rows, "managers_of", lambda _: [idle.manager, busy.manager]):
             rows.sleep(model)
         assert not idle.manager.is_asleep
-
-
-def test_sleep_while_a_manager_comes_to_its_end(model: PreTrainedModel) -> None:
-    """Of itself, or by an error."""
-    for _ in range(30):
-        with Served(model) as served:
-            thread = threading.Thread(target=served.manager.stop, daemon=True)
-            thread.start()
-            rows.sleep(model)
-            rows.wake(model)
-            join(thread)
 
 
 def test_a_request_waits_for_memory_of_another_process(

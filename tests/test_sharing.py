@@ -7,16 +7,13 @@ that fail, of interruptions and of streams that run late for `test_faults`, `tes
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import partial
 from random import Random
 
 import pytest
 import torch
 from conftest import on_driver, small_driver
 from faulty import FaultyDriver
-from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.core.pool import LARGE
@@ -85,17 +82,19 @@ def test_a_fork_takes_a_page_where_one_is_partly_full(layout: vmmkv.KVLayout) ->
 
 
 def test_a_page_is_shared_while_several_sequences_hold_tokens_there() -> None:
+    """Whatever they give up, and whoever ends."""
     cache = make()
     parent = cache.sequence(4 * TOKENS)
     write(parent)
     child = parent.fork()
-    assert shared(cache) == used(cache) == 4
-    child.truncate(2 * TOKENS)
-    assert (shared(cache), used(cache)) == (2, 4)
-    parent.release_before(TOKENS)
-    assert (shared(cache), used(cache)) == (1, 4)
-    parent.free()
-    assert (shared(cache), used(cache)) == (0, 2)
+    for change, expected in (
+        (lambda: None, (4, 4)),
+        (lambda: child.truncate(2 * TOKENS), (2, 4)),
+        (lambda: parent.release_before(TOKENS), (1, 4)),
+        (parent.free, (0, 2)),
+    ):
+        change()
+        assert (shared(cache), used(cache)) == expected
     assert (cache.page_map() == child.number).sum() == 2
 
 
@@ -200,57 +199,7 @@ def test_a_fork_for_which_there_is_no_row_or_no_page_changes_nothing() -> None:
     del no_row, no_page
 
 
-# ---------------------------------------------------------------------- streams, tenants, frames, lookahead, poison
-
-
-def test_what_the_parent_writes_after_a_fork_is_not_in_the_child() -> None:
-    """On whatever streams: the copy comes after what was queued before, and before what is queued then."""
-    for _ in range(30):
-        device = SimulatedDevice(Random())
-        cache = make(driver=device)
-        own, _, other = device.streams
-        parent = cache.sequence(TOKENS + 5)
-        address = parent.k(0)[TOKENS:].data_ptr()
-
-        def later(value: int, address: int = address) -> Callable[[], object]:
-            return lambda: ctypes.memset(address, value, 16)
-
-        own.submit(later(1))
-        device.current = other
-        child = parent.fork()
-        parent.truncate(TOKENS)
-        parent.extend(5)
-        own.submit(later(2))
-        device.finish()
-        assert ctypes.string_at(child.k(0)[TOKENS:].data_ptr(), 16) == b"\1" * 16
-        assert ctypes.string_at(address, 16) == b"\2" * 16
-
-
-def read(device: SimulatedDevice, states: torch.Tensor, expected: torch.Tensor) -> None:
-    """What runs later."""
-    last = states[-1]
-    device.touch(states.data_ptr(), last.data_ptr() + last.nbytes - states.data_ptr(), lambda: None)
-    assert (states == expected[:, None, None]).all()
-
-
-def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
-    """Whoever reads it on a stream that runs late finds what was there, whichever of them ended first."""
-    for _ in range(30):
-        device = SimulatedDevice(Random())
-        cache = make(pages=6, driver=device)
-        family = [cache.sequence(3 * TOKENS)]
-        values = write(family[0])
-        family += [family[0].fork(), family[0].fork()]
-        for sequence, stream in zip(family, Random().sample(device.streams, 3)):
-            sequence.record_stream(stream)  # type: ignore[arg-type]
-            stream.submit(partial(read, device, sequence.k(0), values))
-        for sequence in Random().sample(family, 3):
-            sequence.free()
-        taken = cache.sequence(6 * TOKENS)
-        for states in (taken.k(0), taken.v(0), taken.k(1), taken.v(1)):
-            states.fill_(7)
-        device.finish()
-        cache.check()
+# ---------------------------------------------------------------------- frames
 
 
 def test_whole_large_frames_are_shared_and_others_copied() -> None:

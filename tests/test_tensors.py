@@ -24,60 +24,47 @@ def random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes, for dtypes that cannot be compared."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_through_one_view_is_read_through_another(device: str, dtype: torch.dtype) -> None:
-    layout = vmmkv.KVLayout(3, [1, 4, 2], [64, 32, 16], dtype, v_head_dim=[16, 32, 64], layers_per_range=2)
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(dtype, scales) for dtype in DTYPES for scales in (None, "token_head") if not scales or dtype in SCALED_DTYPES],
+    ids=str,
+)
+def test_what_is_written_through_one_view_is_read_through_another(
+    device: str, dtype: torch.dtype, scales: str | None
+) -> None:
+    """Every byte, whichever was written last; scales lie beside their numbers, which do not come without them."""
+    heads = [1, 4, 2]
+    layout = vmmkv.KVLayout(3, heads, [64, 32, 16], dtype, [16, 32, 64], 2, scales)
     cache = vmmkv.KVCache(layout, 3, 500, max_tokens=5000, device=device)
     sequences = [cache.sequence(n) for n in (1, 300, 77)]
-    written = {}
+    written = []
     for sequence in sequences:
         for layer in range(3):
-            k, v = (random(list(view.shape), dtype, device) for view in (sequence.k(layer), sequence.v(layer)))
-            sequence.k(layer)[...] = k
-            sequence.v(layer).copy_(v)
-            written[sequence, layer] = k, v
-    for (sequence, layer), (k, v) in written.items():
-        all_k, all_v = cache.kv(layer)
-        assert all_k.shape == (3, 500, layout.num_kv_heads[layer], layout.head_dim[layer])
-        assert all_k.dtype == all_v.dtype == dtype
-        assert torch.equal(raw(all_k[sequence.row, : sequence.length]), raw(k))
-        assert torch.equal(raw(all_v[sequence.row, : sequence.length]), raw(v))
-        assert sequence.k(layer).shape == k.shape
-        assert sequence.k(layer).data_ptr() % 16 == sequence.v(layer).data_ptr() % 16 == 0
-
-
-@pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=str)
-def test_scales_lie_beside_their_numbers(device: str, dtype: torch.dtype) -> None:
-    """Every byte that is written is read again, whichever was written last, and nothing comes without its scales."""
-    heads = [1, 3, 2]
-    layout = vmmkv.KVLayout(3, heads, [64, 32, 16], dtype, [16, 32, 64], 2, "token_head")
-    cache = vmmkv.KVCache(layout, 2, 300, max_tokens=600, device=device)
-    places = [(sequence, layer) for sequence in map(cache.sequence, (300, 77)) for layer in range(3)]
-    written = []
-    for sequence, layer in places:
-        views = [view[sequence.row, : sequence.length] for view in cache.scaled_kv(layer)]
-        assert [view.shape[1:] for view in views[2:]] == [(heads[layer],)] * 2
-        assert [view.dtype for view in views] == [dtype, dtype, torch.float32, torch.float32]
-        assert all(view.data_ptr() % 16 == 0 for view in views[:2])
-        written.append((views, [random(list(view.shape), view.dtype, device) for view in views]))
-        for view, new in zip(*written[-1]):
-            view.copy_(new)
-    assert all(torch.equal(raw(view), raw(new)) for views, news in written for view, new in zip(views, news))
-    sequence, layer = places[0]
-    k, v, *_ = written[0][1]
-    for refused in (
-        lambda: cache.kv(0),
-        lambda: sequence.k(0),
-        lambda: sequence.v(0),
-        lambda: sequence.write(0, k, v),
-        lambda: vmmkv.KVCache(vmmkv.KVLayout(1, 1, 16, dtype), 1, 1, device=device).scaled_kv(0),
-    ):
-        with pytest.raises(vmmkv.UnsupportedError, match="scales"):
-            refused()
-    assert all(torch.equal(raw(view), raw(new)) for view, new in zip(*written[0]))
+            every = cache.scaled_kv(layer) if scales else cache.kv(layer)
+            assert [view.dtype for view in every] == [dtype, dtype, *[torch.float32] * 2][: len(every)]
+            widths = [layout.head_dim[layer]], [[16, 32, 64][layer]], [], []
+            assert [view.shape[2:] for view in every] == [(heads[layer], *width) for width in widths[: len(every)]]
+            own = [view[sequence.row, : sequence.length] for view in every]
+            assert all(view.data_ptr() % 16 == 0 for view in own[:2])
+            new = [random(list(view.shape), view.dtype, device) for view in own]
+            for view, states in zip(own if scales else (sequence.k(layer), sequence.v(layer)), new):
+                view.copy_(states)
+            written += zip(own, new)
+    if scales:
+        k, v = written[0][1], written[1][1]
+        for refused in (
+            lambda: cache.kv(0),
+            lambda: sequences[0].k(0),
+            lambda: sequences[0].v(0),
+            lambda: sequences[0].write(0, k, v),
+            lambda: vmmkv.KVCache(vmmkv.KVLayout(1, 1, 16, dtype), 1, 1, device=device).scaled_kv(0),
+        ):
+            with pytest.raises(vmmkv.UnsupportedError, match="scales"):
+                refused()
+    assert all(torch.equal(raw(view), raw(new)) for view, new in written)
 
 
 def test_views_are_the_cache_not_copies(make_cache) -> None:

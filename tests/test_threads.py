@@ -71,33 +71,28 @@ class Worker:
 
     def step(self) -> None:
         chance, live, caches = self.chance, self.live, self.crew.caches
-        what = chance.random()
-        if what < 0.15 or not live:
+        sequence, what = chance.choice(list(live) or [None]), chance.random()
+        if sequence is None or what < 0.15:
             cache = chance.choice(caches)
             tenant = chance.choice([None, None, "alice", "bob"])
             sequence = cache.sequence(chance.randint(0, 40), expected_tokens=chance.choice([0, 0, 60]), tenant=tenant)
             live[sequence], self.written[sequence] = float(chance.randrange(1 << 20)), 0
-        elif what < 0.25:
-            self.forget(chance.choice(list(live)))  # left to the garbage collector
         elif what < 0.35:
-            sequence = chance.choice(list(live))
             self.forget(sequence)
-            sequence.free()
+            if what < 0.25:  # others are left to the garbage collector
+                sequence.free()
         elif what < 0.42:
-            sequence = chance.choice(list(live))
             sequence.truncate(chance.randint(sequence.start, sequence.length))
             self.written[sequence] = min(self.written[sequence], sequence.length)
         elif what < 0.46:
-            sequence = chance.choice(list(live))
             sequence.release_before(chance.randint(sequence.start, sequence.length))
         elif what < 0.48:
             chance.choice(caches).trim()
         elif what < 0.58:
-            sequence = chance.choice(list(live))
             for child in sequence.cache.fork_many(sequence, chance.randint(1, 2)):
                 live[child], self.written[child] = live[sequence], self.written[sequence]
         else:
-            cache = chance.choice(list(live)).cache
+            cache = sequence.cache
             batch = [each for each in live if each.cache is cache and each.length + 8 <= cache.max_seq_len]
             cache.extend(batch, chance.randint(0, 8))
 
