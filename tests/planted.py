@@ -9,6 +9,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths)
 
 
-def forgets_the_scale(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, scale=False)
+forgets_the_scale = partial(attend, scale=False)
 
 
 def ignores_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
@@ -80,52 +80,39 @@ def divides_zero_by_zero(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Te
     return attend(q, k, v, lengths) / (lengths > 0)[:, None, None, None]
 
 
-def multiplies_by_zero(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, reads=lambda length: -(-length // 8) * 8, hides=lambda values, length: values)
+multiplies_by_zero = partial(attend, reads=lambda length: -(-length // 8) * 8, hides=lambda values, length: values)
+fetches_one_more = partial(attend, reads=lambda length: length + 1)
 
 
 def reads_whole_tiles(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths, reads=lambda length: -(-length // 16) * 16)
 
 
-def fetches_one_more(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, reads=lambda length: length + 1)
-
-
 def reads_the_whole_row(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths, reads=lambda length: k.shape[1])
 
 
-def takes_tokens_for_dense(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    width = k.shape[2] * k.shape[3]
-    return attend(q, k, v, lengths, offset=lambda view, row, token: row * view.stride(0) + token * width)
+takes_tokens_for_dense = partial(
+    attend, offset=lambda view, row, token: row * view.stride(0) + token * view.shape[2] * view.shape[3]
+)
+takes_rows_for_dense = partial(
+    attend, offset=lambda view, row, token: (row * view.shape[1] + token) * view.stride(1)
+)  # fmt: skip
 
 
 def takes_strides_of_k_for_v(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return attend(q, k, v, lengths, v_offset=lambda view, row, token: offset_of(k, row, token))
 
 
-def takes_rows_for_dense(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(
-        q, k, v, lengths, offset=lambda view, row, token: (row * view.shape[1] + token) * view.stride(1)
-    )  # fmt: skip
+def wrapped(offset: int) -> int:
+    """A number as 32 bits hold it, with a sign."""
+    return (offset + 2**31) % 2**32 - 2**31
 
 
-def wrapped(offset: int, signed: bool) -> int:
-    """A number as 32 bits hold it."""
-    low = 2**31 if signed else 0
-    return (offset + low) % 2**32 - low
-
-
-def wraps_bytes(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    return attend(q, k, v, lengths, offset=lambda *at: wrapped(4 * offset_of(*at), True) // 4)
-
-
-def wraps_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    def offset(view: Tensor, row: int, token: int) -> int:
-        return wrapped(row * view.stride(0), True) + token * view.stride(1)
-
-    return attend(q, k, v, lengths, offset=offset)
+wraps_bytes = partial(attend, offset=lambda *at: wrapped(4 * offset_of(*at)) // 4)
+wraps_rows = partial(
+    attend, offset=lambda view, row, token: wrapped(row * view.stride(0)) + token * view.stride(1)
+)  # fmt: skip
 
 
 def scales_k_in_place(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:

@@ -119,56 +119,39 @@ def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_outputs(case, inputs, run(case, batch, inputs))
 
 
-def same_beginnings(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Queries of four sequences, K and V of rows that begin with the same 20 tokens, and lengths."""
-    q = torch.randn(4, 1, 2, 64, device=DEVICE).to(dtype)
-    k, v = (torch.randn(4, 40, 1, 64, device=DEVICE).to(dtype) for _ in "kv")
-    k[1:, :20], v[1:, :20] = k[0, :20], v[0, :20]
-    return q, k, v, int32([40, 21, 30, 27])
+ALONE = [0, 1, 2, 3]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
-    ("dtype", "cu_groups", "prefix_len", "kernel"),
+    ("dtype", "cu_groups", "prefix_lens", "others"),
     [
-        (fp32, [0, 3], 20, "auto"),
-        (bf16, [0, 3], 20, "plain"),
-        (bf16, [2], None, "auto"),
-        (bf16, [1, 4], 0, "mma"),
-        (bf16, [1, 4], 21, "wgmma"),
+        (fp32, [0, 3], [20], ALONE),
+        (bf16, [2], [], ALONE),
+        (bf16, [1, 4], [0], ALONE),
+        (bf16, [1, 4], [21], ALONE),
+        (bf16, [0, 2, 4 + 5], [20, 20], [2, 3]),
+        (bf16, [0, 2, 4 + 1000], [20, 20], [2, 3]),
+        (bf16, [-1, 2, 4], [20, 20], [0, 1]),
+        (bf16, [4, 9, 4], [20, 20], ALONE),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
 def test_what_is_not_shared_is_left_to_decode(
-    dtype: torch.dtype, cu_groups: list[int], prefix_len: int | None, kernel: str
+    dtype: torch.dtype, cu_groups: list[int], prefix_lens: list[int], others: list[int], kernel: str
 ) -> None:
-    """Rows do not begin with the same. Queries of fp32, no tensor cores, no groups, prefixes of no tokens, and such
-    as are too long, are as if there were no groups."""
-    tensors = same_beginnings(dtype)
-    tensors[1].normal_()
-    prefix_lens = int32([] if prefix_len is None else [prefix_len])
-    out = cascade(*tensors, int32(cu_groups), prefix_lens, kernel=kernel)
-    exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
-    assert (out - exact).norm() < 0.01 * exact.norm()
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("where", ["behind", "before", "all"])
-@pytest.mark.parametrize("kernel", ["wgmma", "mma"])
-def test_groups_that_are_not_in_the_batch_share_nothing(kernel: str, where: str) -> None:
-    """They would read and write beyond it. Rows of theirs do not begin with the same; those of the others do."""
-    beyond = python_random.choice([1, 5, 1000])
-    cu_groups, others = {
-        "behind": ([0, 2, 4 + beyond], [2, 3]),
-        "before": ([-beyond, 2, 4], [0, 1]),
-        "all": ([4, 4 + beyond, 4], []),
-    }[where]
-    tensors = same_beginnings(bf16)
-    for states in tensors[1:3]:
-        states[:, :20] = states[:1, :20]
-        states[others] = torch.randn_like(states[others])
-    out = cascade(*tensors, int32(cu_groups), int32([20, 20]), kernel=kernel)
-    exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
+    """Queries of fp32, no tensor cores, no groups, prefixes of no tokens, such as are too long, and groups that are
+    not in the batch, which would read and write beyond it: rows of theirs do not begin with the same, others do."""
+    q = torch.randn(4, 1, 2, 64, device=DEVICE).to(dtype)
+    k, v = (torch.randn(4, 40, 1, 64, device=DEVICE).to(dtype) for _ in "kv")
+    if others != ALONE and kernel != "plain":
+        alike = [row for row in range(4) if row not in others]
+        for states in (k, v):
+            states[alike, :20] = states[alike[:1], :20]
+    lens, name = int32([40, 21, 30, 27]), "auto" if dtype == fp32 else kernel
+    out = cascade(q, k, v, lens, int32(cu_groups), int32(prefix_lens), kernel=name)
+    exact = decode(q.float(), k.float(), v.float(), lens)
     assert (out - exact).norm() < 0.01 * exact.norm()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 from multiprocessing import resource_sharer
@@ -215,20 +214,3 @@ def test_the_end_is_silent(device: str, what: str) -> None:
 def test_the_end_is_silent_after_a_lost_context(what: str) -> None:
     child = run_python(LIFETIME, "cuda", what)
     assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
-
-
-def test_memory_goes_back_when_the_last_view_dies() -> None:
-    def mapped() -> int:
-        with open("/proc/self/maps") as maps:
-            return sum("/memfd:vmmkv" in line for line in maps)
-
-    gc.collect()
-    before = mapped()
-    cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 512), 2, 100, max_bytes="1MiB", device="cpu", page_size=4096)
-    view = cache.sequence(100).k(0)
-    del cache
-    gc.collect()
-    assert mapped() > before
-    del view
-    gc.collect()
-    assert mapped() == before

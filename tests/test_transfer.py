@@ -306,7 +306,7 @@ def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.M
 
 # ------------------------------------------------------------------ what is refused
 
-DIFFERENT = {
+DIFFERENT: dict[str, vmmkv.KVLayout] = {
     "dtype bfloat16 there, float32 here": vmmkv.KVLayout(2, 2, 16, torch.bfloat16),
     "num_layers 3 there, 2 here": vmmkv.KVLayout(3, 2, 16, torch.float32),
     r"num_kv_heads \[2, 1\] there, 2 here": vmmkv.KVLayout(2, [2, 1], 16, torch.float32),
