@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import combinations
 from random import Random
@@ -117,18 +117,8 @@ def test_an_event_passes_and_memory_is_told(driver: Driver) -> None:
 
 
 def test_works_from_a_thread_that_is_new_to_the_device(driver: Driver, address: int) -> None:
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            drop(driver, address, put(driver, address))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: drop(driver, address, put(driver, address))).result()
 
 
 def test_a_failed_call_changes_nothing_and_has_the_drivers_own_name(device: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -300,25 +300,18 @@ def test_a_gpu_stops_at_the_limit(ragged: bool) -> None:
 @pytest.mark.gpu
 def test_threads_may_launch_the_same_kernel() -> None:
     """Each on a cache and a stream of its own; the arguments of one launch must not become another's."""
-    failures: list[BaseException] = []
 
     def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                k, v, k_cache, v_cache, rows, starts = new_and_cache()
-                for _ in range(300):
-                    k.normal_()
-                    append(k, v, k_cache, v_cache, rows, starts)
-                    assert equal(k_cache[rows.long(), starts.long()], k)
-        except BaseException as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            k, v, k_cache, v_cache, rows, starts = new_and_cache()
+            for _ in range(300):
+                k.normal_()
+                append(k, v, k_cache, v_cache, rows, starts)
+                assert equal(k_cache[rows.long(), starts.long()], k)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as threads:
+        for thread in [threads.submit(work) for _ in range(4)]:
+            thread.result()
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from simulated_device import SimulatedDevice
 import vmmkv
 from vmmkv.driver.driver import open_driver
 from vmmkv.layout import SCALED_DTYPES, SCALES
-from vmmkv.transfer import FIRST, MARK, Head, Peer, geometry_of
+from vmmkv.transfer import FIRST, MARK, Head, Peer
 
 SENDER, RECEIVER = 0, 1
 
@@ -306,85 +306,71 @@ def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.M
 
 # ------------------------------------------------------------------ what is refused
 
-DIFFERENT: dict[str, vmmkv.KVLayout] = {
-    "dtype bfloat16 there, float32 here": vmmkv.KVLayout(2, 2, 16, torch.bfloat16),
-    "num_layers 3 there, 2 here": vmmkv.KVLayout(3, 2, 16, torch.float32),
-    r"num_kv_heads \[2, 1\] there, 2 here": vmmkv.KVLayout(2, [2, 1], 16, torch.float32),
-    "head_dim 8 there, 16 here, v_head_dim 8 there, 16 here": vmmkv.KVLayout(2, 2, 8, torch.float32),
-    "layers_per_range 1 there, 2 here": vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1),
+
+def of_layout(*args: Any, ours: vmmkv.KVLayout = LAYOUT, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """What another layout is refused with."""
+    return "LayoutError", vmmkv.KVLayout(*args, dtype, **options), ours, {}, {}
+
+
+REFUSED: dict[str, tuple[str, vmmkv.KVLayout, vmmkv.KVLayout, dict[str, Any], dict[str, Any]]] = {
+    "dtype bfloat16 there, float32 here": of_layout(2, 2, 16, dtype=torch.bfloat16),
+    "num_layers 3 there, 2 here": of_layout(3, 2, 16),
+    r"num_kv_heads \[2, 1\] there, 2 here": of_layout(2, [2, 1], 16),
+    "head_dim 8 there, 16 here, v_head_dim 8 there, 16 here": of_layout(2, 2, 8),
+    "layers_per_range 1 there, 2 here": of_layout(2, 2, 16, layers_per_range=1),
+    **{
+        f"scales {there} there, {here} here": of_layout(
+            2, 2, 16, dtype=torch.int8, scales=there, ours=vmmkv.KVLayout(2, 2, 16, torch.int8, scales=here)
+        )
+        for there, here in permutations((None, *SCALES), 2)
+    },
+    "": ("OutOfRowsError", LAYOUT, LAYOUT, {}, {"full": True}),
+    "1[45][09]": ("SequenceTooLongError", LAYOUT, LAYOUT, {"max_seq_len": 149}, {}),
+    "149": ("SequenceTooLongError", LAYOUT, LAYOUT, {"max_seq_len": 149, "start": 40}, {}),
+    "201": ("SequenceTooLongError", LAYOUT, LAYOUT, {}, {"expected_tokens": 201}),
+    "page": ("OutOfPagesError", LAYOUT, LAYOUT, {"pages": 10}, {}),
+    "pages": ("OutOfPagesError", LAYOUT, LAYOUT, {"pages": 10, "start": 40}, {}),
 }
+"""By what is said of it: the error, the layouts there and here, and what the receiver has and asks for."""
 
 
-def test_a_layout_with_scales_is_another() -> None:
-    for there, here in permutations((None, *SCALES), 2):
-        theirs, ours = (vmmkv.KVLayout(2, 2, 16, torch.int8, scales=scales) for scales in (there, here))
-        with pytest.raises(vmmkv.LayoutError, match=f"scales {there} there, {here} here"):
-            Head(geometry_of(theirs), 0, 1, None, np.empty(0, np.int64)).check(ours)
-
-
-def refuse_layouts(rank: int) -> None:
-    cache = make(LAYOUT)
-    for difference, layout in DIFFERENT.items():
+def refuse(rank: int) -> None:
+    """In both processes, and all is as before: the same sequence may be sent to another cache."""
+    for says, (reason, theirs, ours, options, asked) in REFUSED.items():
+        start, full = options.pop("start", 0), asked.pop("full", False)
         if rank == SENDER:
-            sequence = make(layout).sequence(30)
+            sequence = make(theirs).sequence(150)
+            sequence.release_before(start)
             write(sequence, 1)
-            with pytest.raises(vmmkv.TransferRefusedError, match=f"rank 1 refused 30 tokens: .*{difference}") as raised:
+            with pytest.raises(
+                vmmkv.TransferRefusedError, match=f"rank 1 refused 150 tokens: {reason}.*{says}"
+            ) as raised:
                 sequence.send(RECEIVER)
-            assert raised.value.reason == "LayoutError"
+            assert raised.value.reason == reason
             check(sequence, 1)
-        else:
-            with pytest.raises(vmmkv.LayoutError, match=difference):
-                cache.receive(SENDER)
-            assert cache.stats().rows["live"] == 0
-            cache.check()
+            sequence.send(RECEIVER)
+            continue
+        cache = make(ours, **options)
+        beside = [cache.sequence(15) for _ in range(5 if full else 1)]
+        for each in beside:
+            write(each, 3)
+        before = cache.stats().rows, cache.stats().pages["used"]
+        with pytest.raises(getattr(vmmkv, reason), match=says):
+            cache.receive(SENDER, **asked)
+        assert (cache.stats().rows, cache.stats().pages["used"]) == before
+        for each in beside:
+            check(each, 3)
+        check(make(theirs).receive(SENDER), 1)
     same = vmmkv.KVLayout(2, [2, 2], 16, torch.float32, [16, 16], layers_per_range=7)  # in other words
     if rank == SENDER:
         write(sequence := make(same).sequence(30), 2)
         sequence.send(RECEIVER)
     else:
-        check(cache.receive(SENDER), 2)
+        check(make(LAYOUT).receive(SENDER), 2)
 
 
-def test_another_layout_is_refused_by_name() -> None:
-    together(refuse_layouts)
-
-
-def refuse_for_want(rank: int) -> None:
-    wants = [
-        ("SequenceTooLongError", {"max_seq_len": 149}, {}),
-        ("SequenceTooLongError", {"max_seq_len": 149, "start": 40}, {}),
-        ("OutOfPagesError", {"pages": 10}, {}),
-        ("OutOfRowsError", {}, {"full": True}),
-        ("SequenceTooLongError", {}, {"expected_tokens": 201}),
-        ("OutOfPagesError", {"pages": 10, "start": 40}, {}),
-    ]
-    for reason, options, has in wants:
-        start = options.pop("start", 0)
-        if rank == SENDER:
-            sequence = make(LAYOUT).sequence(150)
-            sequence.release_before(start)
-            write(sequence, 1)
-            with pytest.raises(vmmkv.TransferRefusedError, match=reason) as raised:
-                sequence.send(RECEIVER)
-            assert raised.value.reason == reason
-            check(sequence, 1)
-            sequence.send(RECEIVER)
-        else:
-            cache = make(LAYOUT, **options)
-            beside = [cache.sequence(15) for _ in range(5 if has.pop("full", False) else 1)]
-            for each in beside:
-                write(each, 3)
-            before = cache.stats().rows, cache.stats().pages["used"]
-            with pytest.raises(getattr(vmmkv, reason)):
-                cache.receive(SENDER, **has)
-            assert (cache.stats().rows, cache.stats().pages["used"]) == before
-            for each in beside:
-                check(each, 3)
-            check(make(LAYOUT).receive(SENDER), 1)
-
-
-def test_who_has_no_room_refuses() -> None:
-    together(refuse_for_want)
+def test_who_cannot_hold_it_refuses() -> None:
+    together(refuse)
 
 
 def listen_and_fail(peer: Peer, listen: Callable[[Peer], Head], driver: SimulatedDevice, skip: int) -> Head:
