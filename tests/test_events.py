@@ -18,7 +18,7 @@ import vmmkv
 msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
-from vmmkv.events import Cleared, Dropped, Event, EventLog, Stored, vllm  # noqa: E402
+from vmmkv.events import Cleared, Event, EventLog, Stored, vllm  # noqa: E402
 from vmmkv.events.publisher import EventPublisher  # noqa: E402
 
 
@@ -54,24 +54,6 @@ def test_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BlockRemoved", "GPU", removed.hashes),
     ]
     assert (batch.events[0].lora_id, batch.events[0].lora_name) == (3, "3")
-
-
-def test_what_does_not_fit_is_dropped_and_told() -> None:
-    """The ring holds no more than its bound; the oldest go, and with them what needs them."""
-    log = EventLog(1, max_events=5)
-    ring = Ring(log)
-    first = ring.store([0, 1])
-    for token in range(6):
-        ring.store([token + 10])
-    ring.store([7], first, 2)
-    assert log.dropped == 3
-    dropped, *rest = log.events()
-    assert isinstance(dropped, Dropped)
-    assert dropped.count == log.dropped == 3
-    assert [each.blocks.ids.tolist() for each in rest] == [[12], [13], [14], [15]]
-    ring.remove(first)
-    ring.store([8])
-    assert [type(each) for each in log.events()] == [Stored]
 
 
 def test_wrong_calls_are_refused_and_change_nothing() -> None:

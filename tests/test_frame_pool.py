@@ -149,22 +149,6 @@ def test_what_is_collected_gives_its_pages_to_others(whole: bool, other: Callabl
     assert driver.num_pages == 20
 
 
-@pytest.mark.parametrize("call", ["unmap", "synchronize"])
-def test_what_a_collected_cache_could_not_unmap_is_tried_again(call: str) -> None:
-    pool, driver = make_pool(20)
-    driver.calls = (*driver.calls, "synchronize")
-    cache, lost = (cache_on(pool) for _ in range(2))
-    lost.sequence(9 * 8)
-    driver.fail(call)
-    del lost
-    gc.collect()
-    assert driver.mapped
-    assert cache.available_pages == 20
-    assert not driver.mapped
-    assert cache.sequence(20 * 8).length == 160
-    cache.check()
-
-
 def test_a_pool_has_no_copies() -> None:
     pool, _ = make_pool(20)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -340,8 +324,8 @@ class Machine:
         self.random.choice([each.trim for each in (self.device.pool, self.tensor, *self.caches)])()
 
     def do_enter(self) -> None:
-        self.inside = True
         self.lease.grow()
+        self.inside = True
 
     def do_leave(self) -> None:
         self.lease.shrink()
@@ -364,6 +348,8 @@ class Machine:
         if self.device.c_driver.misuse:
             raise self.device.c_driver.misuse[0]
         self.device.check()
+        leased = int(self.device.functions.allocator.state["budget"]) // PAGE
+        assert leased >= self.reserved or not self.inside, "what is reserved can be had while a block runs"
         pool, each = self.device.pool, [cache.stats() for cache in self.caches]
         assert [one.budget_bytes for one in each] == [pool.limit_pages * PAGE, min(self.most, pool.limit_pages) * PAGE]
         used = each[0].pages["used"]

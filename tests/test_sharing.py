@@ -213,12 +213,3 @@ def test_whole_large_frames_are_shared_and_others_copied() -> None:
     assert used(cache) == 2 * LARGE + begun
     check(child, values[: (LARGE + begun) * TOKENS])
     check(parent, values[: (LARGE + begun) * TOKENS])
-
-
-def test_parked_rows_that_share_pages_are_trimmed() -> None:
-    """None of them has a page for itself."""
-    cache = make()
-    cache.free([parent := cache.sequence(10 * TOKENS), *cache.fork_many(parent, 3)])
-    assert cache.trim() == 10 * 4096
-    assert cache.stats().physical_bytes == 0
-    cache.check()
