@@ -92,7 +92,8 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
         blocks = -(-max(lengths) // case.block_size)
         names = torch.randperm(blocks * (len(lengths) + 1)).view(-1, blocks)
         shape = (names.numel(), case.block_size, case.kv_heads, case.head_dim)
-        views = [torch.zeros(shape, device=DEVICE).to(case.kv or case.dtype) for _ in "kv"]
+        wide = [torch.zeros(*shape[:3], shape[3] + more, device=DEVICE) for more in (0, 16)]  # V has its own strides
+        views = [states.to(case.kv or case.dtype)[..., : case.head_dim] for states in wide]
         views += [torch.empty(shape[:3], device=DEVICE) for _ in "kv" if case.kv]
         for view in views[-2:]:
             view.fill_(torch.nan)
