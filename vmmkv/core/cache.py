@@ -145,7 +145,9 @@ class Cache:
             raise UseAfterFreeError("the cache was closed; make a new one")
         if code in (codes.NO_ROWS, codes.TAKEN):
             if row >= 0 and self.owners[row]:
-                raise OutOfRowsError(f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row")
+                raise OutOfRowsError(
+                    f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row"
+                )
             raise OutOfRowsError(f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some")
         if code < 0:
             raise self.pool.error(code, ask)
