@@ -61,13 +61,6 @@ class Addresses(NamedTuple):
     counters: int  # 32-bit counters, which are 0 and are left 0
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call that are no constants."""
-
-    batch: int
-    kv_heads: int
-
-
 class Steps(NamedTuple):
     """Bytes from one row (sequence, or block), token and head to the next."""
 
@@ -76,9 +69,11 @@ class Steps(NamedTuple):
     head: int
 
 
-class Strides(NamedTuple):
-    """The steps of tensors; bytes from one row of the block table to the next."""
+class Sizes(NamedTuple):
+    """Sizes of a call that are no constants; bytes from one row of the block table to the next; steps of tensors."""
 
+    batch: int
+    kv_heads: int
     table: int
     q: Steps
     k: Steps
@@ -117,7 +112,6 @@ class Given(NamedTuple):
 
     at: Addresses
     sizes: Sizes
-    strides: Strides
     scoring: Scoring
     groups: Groups
 
@@ -146,6 +140,15 @@ class Tokens(NamedTuple):
     token_stride: int
 
 
+class Head(NamedTuple):
+    """One head of K and V, and of their scales, where there are any."""
+
+    k: Tokens
+    v: Tokens
+    k_scales: Tokens
+    v_scales: Tokens
+
+
 @inlined
 def head_in(address: int, head: int, steps: Steps) -> Tokens:
     """One head of a tensor."""
@@ -153,27 +156,26 @@ def head_in(address: int, head: int, steps: Steps) -> Tokens:
 
 
 @inlined
-def row_of(sequence: int, at: Addresses, strides: Strides) -> Row:
+def row_of(sequence: int, given: Given) -> Row:
     """The row of a sequence; without `rows` it has the sequence's number."""
-    number = load_i32(at.rows + sequence * 4) if at.rows != 0 else sequence
-    return Row(number, at.block_table + number * strides.table)
+    rows = given.at.rows
+    number = load_i32(rows + sequence * 4) if rows != 0 else sequence
+    return Row(number, given.at.block_table + number * given.sizes.table)
 
 
 @inlined
-def head_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
-    """K and V of one head."""
-    return head_in(at.k, kv_head, strides.k), head_in(at.v, kv_head, strides.v)
+def head_of(kv_head: int, given: Given) -> Head:
+    """One head of K and V."""
+    at, sizes = given.at, given.sizes
+    k, v = head_in(at.k, kv_head, sizes.k), head_in(at.v, kv_head, sizes.v)
+    k_scales, v_scales = head_in(at.k_scales, kv_head, sizes.k_scales), head_in(at.v_scales, kv_head, sizes.v_scales)
+    return Head(k, v, k_scales, v_scales)
 
 
 @inlined
-def scales_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
-    """The scales of K and V of one head, where there are any."""
-    return head_in(at.k_scales, kv_head, strides.k_scales), head_in(at.v_scales, kv_head, strides.v_scales)
-
-
-@inlined
-def first_token(sequence: int, starts: int) -> int:
+def first_token(sequence: int, given: Given) -> int:
     """The first token of a sequence that may be read; in front of the first one of all there is another row."""
+    starts = given.at.starts
     return max(load_i32(starts + sequence * 4), 0) if starts != 0 else 0
 
 
@@ -184,9 +186,15 @@ def live_token(token: int, begin: int, end: int) -> int:
 
 
 @inlined
-def first_query(sequence: int, cu_seqlens: int, batch_stride: int, token_stride: int, mixed: bool) -> int:
+def first_query(sequence: int, steps: Steps, given: Given, mixed: bool) -> int:
     """Where a sequence's first query is, in bytes from the batch's first; in a mixed batch `cu_seqlens` says."""
-    return load_i32(cu_seqlens + sequence * 4) * token_stride if mixed else sequence * batch_stride
+    return load_i32(given.at.cu_seqlens + sequence * 4) * steps.token if mixed else sequence * steps.row
+
+
+@inlined
+def num_queries(sequence: int, given: Given) -> int:
+    """The queries of a sequence, where `cu_seqlens` says."""
+    return load_i32(given.at.cu_seqlens + sequence * 4 + 4) - load_i32(given.at.cu_seqlens + sequence * 4)
 
 
 def make_addressing(block_size: int) -> tuple[Any, Any]:
@@ -223,37 +231,49 @@ def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
 def make_ragged(units_of: Any) -> tuple[Any, Any]:
     """Functions for kernels, called by all lanes of a warp: count the units of work of a batch, and find a unit.
 
-    `units_of` is an inlined function: the units of a sequence, from its index and one more argument.
+    `units_of` is an inlined function: the units of a sequence (or of a group), from its index and what is given.
     """
 
     @inlined
-    def total(batch: int, lengths: Any, lane: int) -> int:
+    def total(count: int, given: Any, lane: int) -> int:
         units = 0
         sequence = lane
-        while sequence < batch:
-            units += units_of(sequence, lengths)
+        while sequence < count:
+            units += units_of(sequence, given)
             sequence += 32
         return sum_of_lanes(units)
 
     @inlined
-    def locate(unit: int, batch: int, lengths: Any, lane: int) -> tuple[int, int]:
+    def locate(unit: int, count: int, given: Any, lane: int) -> tuple[int, int]:
         """The sequence of a unit (at most the last one), and the units of those before it."""
         first, before, units, upto, searching = 0, 0, 0, 0, True
         while searching:
-            units = units_of(first + lane, lengths) if first + lane < batch else 0
+            units = units_of(first + lane, given) if first + lane < count else 0
             upto = prefix_sum(units, lane)
             chunk = shuffle_count(upto, 31)
-            searching = before + chunk <= unit and first + 32 < batch
+            searching = before + chunk <= unit and first + 32 < count
             if searching:
                 before += chunk
                 first += 32
-        ended = min(count_true(1 if before + upto <= unit else 0), batch - 1 - first)
+        ended = min(count_true(1 if before + upto <= unit else 0), count - 1 - first)
         return first + ended, before + shuffle_count(upto - units, ended)
 
     return total, locate
 
 
-ARGUMENTS = Addresses, Sizes, Strides, Scoring  # what every attention kernel takes, behind tensor maps if any
+def make_entry(work: Any, cascaded: bool) -> Any:
+    """A kernel that does the `work`, an inlined function of `Given`; only some kernels take `Groups`."""
+
+    def kernel(at: Addresses, sizes: Sizes, scoring: Scoring) -> None:
+        work(Given(at, sizes, scoring, NO_GROUPS))
+
+    def cascaded_kernel(at: Addresses, sizes: Sizes, scoring: Scoring, groups: Groups) -> None:
+        work(Given(at, sizes, scoring, groups))
+
+    return cascaded_kernel if cascaded else kernel
+
+
+ARGUMENTS = Addresses, Sizes, Scoring  # what every attention kernel takes, behind tensor maps if any
 
 
 def structs_of(variant: Variant) -> tuple[type, ...]:

@@ -21,11 +21,10 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    NO_GROUPS, Addresses, Given, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, first_query, head_of,
-    make_addressing, row_of, scales_of,
+    Given, Head, Row, Scoring, Sizes, Variant, first_query, head_of, make_addressing, make_entry, row_of,
 )  # fmt: skip
-from .compiler import float32, inlined, int64, uint32
-from .decode_parts import Lengths, make_clear, make_settle, make_shares, results_of
+from .compiler import float32, inlined, uint32
+from .decode_parts import Share, make_settle, make_share_work, results_of
 from .decode_products import (
     UNIT, Piece, Queries, make_accumulate, make_loads, make_place_of, make_score, make_weigh, runs_of, vectors_of,
     words_of,
@@ -33,7 +32,7 @@ from .decode_products import (
 from .memory import (
     FLOOR, HALVES, if_within, load_4, load_8, load_shared_8, maximum, raising, shared_address, store_shared_8,
 )  # fmt: skip
-from .softmax import Visible
+from .softmax import make_visible, visible_before
 from .warp import shuffle, shuffle_xor
 
 
@@ -68,13 +67,13 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
         return shuffle(lowered, column), shuffle(lowered, column + 4)
 
     @inlined
-    def load_queries(words: Any, at: int, octet: Octet, q: int, strides: Strides, lane: int) -> tuple[float, float]:
+    def load_queries(words: Any, at: int, octet: Octet, q: int, sizes: Sizes, lane: int) -> tuple[float, float]:
         """From the address of the sequence's first query, to words from `at` on; queries and dims that are missing are
         0. Returns factors of the scores of a lane's two columns."""
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
-        source = q + query // heads_per_kv * strides.q.token
-        source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q.head
+        source = q + query // heads_per_kv * sizes.q.token
+        source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * sizes.q.head
         for w in range(k_row):
             offset = place_of(w, lane & 3) * vectors
             inside = number < per_head and offset < head_dim * 2
@@ -112,10 +111,10 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     behind = results_of(queries, variant.head_dim).nbytes
 
     @inlined
-    def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, strides: Strides, warp: int, lane: int) -> Any:
+    def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, sizes: Sizes, warp: int, lane: int) -> Any:
         for o in range(at_once):
             each = Octet(octet.kv_head, octet.column + 8 * o)
-            lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, strides, lane)
+            lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, sizes, lane)
         return words
 
     @inlined
@@ -124,14 +123,14 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
 
     @inlined
     def take_to_shared(
-        words: Any, lifts: Any, shared: Any, octet: Octet, q: int, strides: Strides, warp: int, lane: int
+        words: Any, lifts: Any, shared: Any, octet: Octet, q: int, sizes: Sizes, warp: int, lane: int
     ) -> int:
         """Called by all threads of a block: warps that have the same queries share the work."""
         held = shared_address(shared) + behind + warp % sharing * at_once * num_words * WORD_BYTES + lane * 8
         for o in range(at_once):
             lifts[2 * o], lifts[2 * o + 1] = float32(1), float32(1)
             if o % token_warps == warp // sharing:
-                load_queries(words, 0, Octet(octet.kv_head, octet.column + 8 * o), q, strides, lane)
+                load_queries(words, 0, Octet(octet.kv_head, octet.column + 8 * o), q, sizes, lane)
                 for x in range(num_words // 2):
                     store_shared_8(held + (o * num_words + 2 * x) * WORD_BYTES, words[2 * x], words[2 * x + 1])
         cuda.syncthreads()
@@ -165,17 +164,6 @@ def blocks_that_fit(variant: Variant, queries: Queries) -> int:
     return registers_for(variant)[queries.at_once - 1]
 
 
-@inlined
-def visible_of(piece: Piece, column: int, window: int, heads_per_kv: int, q_len: int, windowed: bool) -> Visible:
-    """The keys of a piece that two queries of a lane see, of number `column` and the next; missing queries see as
-    much as the last."""
-    high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
-    high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
-    low0 = max(piece.first, high0 - window) if windowed else piece.first
-    low1 = max(piece.first, high1 - window) if windowed else piece.first
-    return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
-
-
 def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     """A function for kernels: the attention of a warp's octets, from a column on, to its tokens, from one on; other
     warps have those in between. Of each octet a lane has two columns' maxima, and weights' sums over its tokens."""
@@ -185,14 +173,14 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     stride = queries.token_warps * UNIT
     home_of, _ = make_addressing(variant.block_size)
     load_k, load_v, load_scales = make_loads(variant)
-    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
+    q_len, visible_of = queries.q_len, make_visible(variant, 1)
     score, weigh = make_score(variant, pair_of), make_weigh(variant)
     accumulate = make_accumulate(variant, at_once)
 
     @inlined
     def attend(
-        sums: Any, maxima: Any, weights: Any, held: Any, lifts: Any, k: Tokens, v: Tokens, k_scales: Tokens,
-        v_scales: Tokens, row: Row, piece: Piece, token: int, column: int, scoring: Scoring, lane: int,
+        sums: Any, maxima: Any, weights: Any, held: Any, lifts: Any, head: Head, row: Row, piece: Piece, token: int,
+        column: int, scoring: Scoring, lane: int,
     ) -> None:  # fmt: skip
         k_fragment = cuda.local.array(k_words, uint32)
         v_fragment = cuda.local.array(v_words, uint32)
@@ -206,17 +194,18 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
         k0, k1, v0, v1 = float32(1), float32(1), float32(1), float32(1)
         if token < piece.token_end:
             home = home_of(token, row)
-            load_k(k_fragment, k, token, home, piece, lane)
-            load_v(v_fragment, v, token, home, piece, lane)
+            load_k(k_fragment, head.k, token, home, piece, lane)
+            load_v(v_fragment, head.v, token, home, piece, lane)
             if scaled:
-                k0, k1 = load_scales(k_scales, token, home, piece, lane)
-                v0, v1 = load_scales(v_scales, token, home, piece, lane)
+                k0, k1 = load_scales(head.k_scales, token, home, piece, lane)
+                v0, v1 = load_scales(head.v_scales, token, home, piece, lane)
             home = home_of(min(token + stride, piece.last), row)
         while token < piece.token_end:
             t = token + (lane >> 2)
             for o in range(at_once):
                 number = column + 8 * o + 2 * (lane & 3)
-                visible = visible_of(piece, number, scoring.window, heads_per_kv, q_len, windowed)
+                visible = visible_of(number, q_len, piece.first, piece.last + 1, scoring.window)
+                visible = visible_before(piece.token_end, visible)
                 s = score(k_fragment, held, lifts, o, k0, k1, scoring.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
@@ -225,18 +214,18 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
             # K of the next tokens is on its way while V is multiplied, and V while K is.
             token += stride
             if token < piece.token_end:
-                load_k(k_fragment, k, token, home, piece, lane)
+                load_k(k_fragment, head.k, token, home, piece, lane)
                 if scaled:
-                    k0, k1 = load_scales(k_scales, token, home, piece, lane)
+                    k0, k1 = load_scales(head.k_scales, token, home, piece, lane)
             for o in range(at_once):
                 p = weigh(scores, o, sums, maxima, weights, v0, v1, scoring.outer)
                 p_fragment[2 * o] = p[0]
                 p_fragment[2 * o + 1] = p[1]
             accumulate(sums, v_fragment, p_fragment)
             if token < piece.token_end:
-                load_v(v_fragment, v, token, home, piece, lane)
+                load_v(v_fragment, head.v, token, home, piece, lane)
                 if scaled:
-                    v0, v1 = load_scales(v_scales, token, home, piece, lane)
+                    v0, v1 = load_scales(head.v_scales, token, home, piece, lane)
                 home = home_of(min(token + stride, piece.last), row)
 
     return attend
@@ -289,67 +278,42 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     """The kernel as a Python function."""
     head_dim = variant.head_dim
     octets, octets_per_head = queries.octets, queries.octets_per_head
-    at_once, sharing, team, mixed = queries.at_once, queries.sharing, queries.team, queries.mixed
+    at_once, sharing, mixed = queries.at_once, queries.sharing, queries.mixed
     _, _, q_words, num_sums = words_of(variant)
     dynamic = shared_bytes_of(variant, queries) > 0
     shared_floats = 0 if dynamic else results_of(queries, head_dim).floats
     all_words, all_sums, columns = q_words * (1 if dynamic else at_once), num_sums * at_once, 2 * at_once
 
-    share_of_block, piece_at, sequence_after, is_empty = make_shares(queries, variant.windowed, variant.cascaded)
     take_queries, pair_of = make_queries(variant, queries)
     attend = make_attend(variant, queries, pair_of)
     put_results = make_put_results(variant, queries)
     settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
-    clear = make_clear(variant.dtype, head_dim, queries)
 
     @inlined
-    def decode(given: Given) -> None:
-        at, sizes, strides = given.at, given.sizes, given.strides
-        thread = cuda.threadIdx.x
-        lane = thread & 31
-        warp = thread >> 5
+    def work_on(warp: int, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
         shared = cuda.shared.array(shared_floats, float32)
         q_fragment = cuda.local.array(all_words, uint32)
         sums = cuda.local.array(all_sums, float32)
         maxima = cuda.local.array(columns, float32)
         weights = cuda.local.array(columns, float32)
         lifts = cuda.local.array(columns, float32)
-        bundles = sizes.kv_heads * octets_per_head // octets
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, given.scoring.window, bundles // team, given.groups)
+        token = piece.token + warp // sharing * UNIT
+        number = piece.bundle * octets + warp % sharing * at_once
+        octet = Octet(number // octets_per_head, number % octets_per_head * 8)
+        row, head = row_of(piece.sequence, given), head_of(octet.kv_head, given)
+        q = given.at.q + first_query(piece.sequence, given.sizes.q, given, mixed)
+        held = take_queries(q_fragment, lifts, shared, octet, q, given.sizes, warp, lane)
+        attend(sums, maxima, weights, held, lifts, head, row, piece, token, octet.column, given.scoring, lane)
+        put_results(shared, sums, maxima, weights, warp, lane)
+        settle(shared, piece, share, bundles, given, thread)
 
-        place = int64(cuda.blockIdx.x)
-        while place < sizes.batch:
-            if is_empty(place, lengths):
-                clear(place, bundles, given, thread)
-            place += cuda.gridDim.x
+    work_on_share = make_share_work(variant, queries, work_on)
 
-        share = share_of_block(sizes.batch, lengths, lane)
-        unit, sequence, before = share.begin, share.sequence, share.before
-        while unit < share.end:
-            piece = piece_at(unit, share, sequence, before, lengths)
-            token = piece.token + warp // sharing * UNIT
-            number = piece.bundle * octets + warp % sharing * at_once
-            kv_head, column = number // octets_per_head, number % octets_per_head * 8
-            row = row_of(sequence, at, strides)
-            k, v = head_of(kv_head, at, strides)
-            k_scales, v_scales = scales_of(kv_head, at, strides)
-            q = at.q + first_query(sequence, at.cu_seqlens, strides.q.row, strides.q.token, mixed)
-            held = take_queries(q_fragment, lifts, shared, Octet(kv_head, column), q, strides, warp, lane)
-            attend(
-                sums, maxima, weights, held, lifts, k, v, k_scales, v_scales, row, piece, token, column, given.scoring,
-                lane,
-            )  # fmt: skip
-            put_results(shared, sums, maxima, weights, warp, lane)
-            settle(shared, piece, share, bundles, given, thread)
-            unit = piece.end
-            if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
-                before = unit
-                sequence = sequence_after(sequence, share, unit, lengths)
+    @inlined
+    def decode(given: Given) -> None:
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        work_on_share(warp, given.sizes.kv_heads * octets_per_head // octets, given, thread, lane)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        decode(Given(at, sizes, strides, scoring, NO_GROUPS))
-
-    def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
-        decode(Given(at, sizes, strides, scoring, groups))
-
-    return cascaded_kernel if variant.cascaded else kernel
+    return make_entry(decode, variant.cascaded)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Given, Groups, first_query, first_token, make_ragged, sequence_of
+from .arguments import Given, Variant, first_query, first_token, make_ragged, sequence_of, v_dim_of
 from .compiler import float32, inlined, int64
 from .decode_products import THREADS, UNIT, Piece, Queries
 from .memory import (
@@ -30,14 +30,10 @@ LEAST_SHARE = 8  # units of a share at least, so that short sequences are not cu
 
 
 class Lengths(NamedTuple):
-    """The data from which the amount of work follows."""
+    """What the amount of work follows from."""
 
-    cu_seqlens: int
-    seq_lens: int
-    starts: int
-    window: int
+    given: Given
     rounds: int  # bundles of a sequence that a block of a team works on, one after the other
-    groups: Groups
 
 
 class Share(NamedTuple):
@@ -52,47 +48,52 @@ class Share(NamedTuple):
     before: int  # units of those before
 
 
-def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any, Any]:
-    """Functions for kernels: this block's share, the piece that a unit begins, a share's next sequence, and whether
-    a sequence is empty. The lanes of a warp call the first together."""
-    q_len, mixed, team = queries.q_len, queries.mixed, queries.team
+def make_share_work(variant: Variant, queries: Queries, work_on: Any) -> Any:
+    """A function for kernels, called by all threads of a block, that has `work_on`, an inlined function, work on all
+    pieces of the block's share, one after the other, and that makes the outputs of empty sequences. `own` is for
+    `work_on`: what a thread has worked out before. `bundles` are those of a sequence."""
+    q_len, mixed, team, windowed, cascaded = (
+        queries.q_len,
+        queries.mixed,
+        queries.team,
+        variant.windowed,
+        variant.cascaded,
+    )
+    clear = make_clear(variant.dtype, v_dim_of(variant.head_dim), queries)
 
     @inlined
-    def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
+    def span(sequence: int, given: Given) -> tuple[int, int]:
         """The first token that a sequence's queries see, and its length."""
-        length = load_i32(lengths.seq_lens + sequence * 4)
-        first = first_token(sequence, lengths.starts)
+        length = load_i32(given.at.seq_lens + sequence * 4)
+        first = first_token(sequence, given)
         if windowed:
-            first = max(first, length - q_len + 1 - lengths.window)
+            first = max(first, length - q_len + 1 - given.scoring.window)
         if cascaded:
-            first = prefix_of(sequence, length, lengths.seq_lens, lengths.groups, q_len)
+            first = prefix_of(sequence, length, given, q_len)
         return min(first, length), length
 
     @inlined
-    def takes_part(sequence: int, lengths: Lengths) -> bool:
+    def takes_part(sequence: int, given: Given) -> bool:
         if mixed:
-            begin = load_i32(lengths.cu_seqlens + sequence * 4)
-            return load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin == q_len
+            begin = load_i32(given.at.cu_seqlens + sequence * 4)
+            return load_i32(given.at.cu_seqlens + sequence * 4 + 4) - begin == q_len
         return True
 
     @inlined
     def units_of(sequence: int, lengths: Lengths) -> int:
-        if not takes_part(sequence, lengths):
+        if not takes_part(sequence, lengths.given):
             return 0
-        first, length = span(sequence, lengths)
+        first, length = span(sequence, lengths.given)
         if length <= 0:
             return 0
         # A sequence in which no query sees a token still has a unit, which writes the sequence's output.
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
 
-    @inlined
-    def is_empty(sequence: int, lengths: Lengths) -> bool:
-        return load_i32(lengths.seq_lens + sequence * 4) <= 0 and takes_part(sequence, lengths)
-
     total, locate = make_ragged(units_of)
 
     @inlined
-    def share_of_block(batch: int, lengths: Lengths, lane: int) -> Share:
+    def share_of_block(lengths: Lengths, lane: int) -> Share:
+        batch = lengths.given.sizes.batch
         units, teams = total(batch, lengths, lane), cuda.gridDim.x // team
         size = max(divide(units + teams - 1, teams), LEAST_SHARE)
         number = cuda.blockIdx.x // team
@@ -103,7 +104,7 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
     @inlined
     def piece_at(unit: int, share: Share, sequence: int, before: int, lengths: Lengths) -> Piece:
         """`before` are the units of the sequences before."""
-        first, length = span(sequence, lengths)
+        first, length = span(sequence, lengths.given)
         bundle_units = divide(units_of(sequence, lengths), lengths.rounds)
         turn = divide(unit - before, bundle_units)
         begin = before + turn * bundle_units
@@ -121,7 +122,26 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
             sequence += 1
         return sequence
 
-    return share_of_block, piece_at, sequence_after, is_empty
+    @inlined
+    def work_on_share(own: Any, bundles: int, given: Given, thread: int, lane: int) -> None:
+        lengths = Lengths(given, bundles // team)
+        place = int64(cuda.blockIdx.x)
+        while place < given.sizes.batch:
+            if load_i32(given.at.seq_lens + place * 4) <= 0 and takes_part(place, given):
+                clear(place, bundles, given, thread)
+            place += cuda.gridDim.x
+
+        share = share_of_block(lengths, lane)
+        unit, sequence, before = share.begin, share.sequence, share.before
+        while unit < share.end:
+            piece = piece_at(unit, share, sequence, before, lengths)
+            work_on(own, piece, share, bundles, given, thread, lane)
+            unit = piece.end
+            if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
+                before = unit
+                sequence = sequence_after(sequence, share, unit, lengths)
+
+    return work_on_share
 
 
 class Results(NamedTuple):
@@ -269,15 +289,15 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     @inlined
     def finish(total: Sum, item: int, query: int, kv_head: int, sequence: int, given: Given) -> None:
         """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
-        at, strides = given.at, given.strides
+        at, sizes = given.at, given.sizes
         weights = total.weights
         head = kv_head * heads_per_kv + query % heads_per_kv
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * given.scoring.outer)
         scale = float32(0) if weights == float32(0) else reciprocal(weights)
-        to = at.out + first_query(sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
+        to = at.out + first_query(sequence, sizes.out, given, mixed)
         to += item % quarter * 8
-        to += query // heads_per_kv * strides.out.token + head * strides.out.head
+        to += query // heads_per_kv * sizes.out.token + head * sizes.out.head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 
     return query_of, finish

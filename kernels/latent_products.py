@@ -24,13 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Scoring, Variant
+from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Variant
 from .compiler import float32, inlined, instruction, int64, uint32
 from .latents import WARPS, Job, Part, dims_of, latent_queries, make_copies, sums_of
 from .memory import HALVES, commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
-from .softmax import (
-    Softmax, Visible, begin_softmax, make_add, make_add_values, mask, pitch_of, raise_maxima, rescale, weigh,
-)  # fmt: skip
+from .softmax import Softmax, Visible, begin_softmax, make_add, make_add_values, pitch_of, rescale, weigh_tile
 from .warp import (
     ATOM_BYTES, PANEL, ROW_BYTES, any_lane, begin_products, commit_products, load_matrices, make_multiply_registers,
     make_multiply_shared, make_operand_at, make_wait_products, publish_shared,
@@ -167,13 +165,11 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
         scores = cuda.local.array(num_scores, float32)
         fragments = cuda.local.array(num_fragments, uint32)
         homes = cuda.local.array(turns, int64)
-        for i in range(num_sums):
-            sums[i] = float32(0)
-        softmax = begin_softmax()
+        softmax = begin_softmax(sums, num_sums)
         key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
-            copy_queries(base + shared.queries, job, given.strides, thread)
+            copy_queries(base + shared.queries, job, given.sizes, thread)
         for _ in range(slots - 1):
             if coming < job.end:
                 look_up(homes, coming, job, thread)
@@ -199,9 +195,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             leave(scores, base + shared.scores, part, lane)
             cuda.syncthreads()  # scores are there
             take(scores, base + shared.scores, part, lane)
-            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
-            softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
-            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
+            softmax, a0, a1, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
             v = base + shared.tiles + slot + part.dims * 2 + (lane & 15) * PITCH + (lane >> 4) * 16
@@ -311,31 +305,18 @@ def make_wgmma_attend(variant: Variant) -> Any:
     wait_older_copies = make_wait_older_copies(1)
 
     @inlined
-    def weigh_tile(
-        scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
-        lane: int,
-    ) -> tuple[Softmax, float, float]:  # fmt: skip
-        """Makes a warpgroup's scores weights, once the other's are there."""
-        take(scores, exchange, part, lane)
-        mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
-        softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
-        return weigh(scores, num_scores, softmax, scoring.outer), a0, a1
-
-    @inlined
     def attend(
         sums: Any, base: int, job: Job, visible: Visible, part: Part, given: Given, thread: int, lane: int
     ) -> Softmax:
         scores = cuda.local.array(num_scores, float32)
         weights = cuda.local.array(num_weights, uint32)
         homes = cuda.local.array(turns, int64)
-        for i in range(num_sums):
-            sums[i] = float32(0)
-        softmax = begin_softmax()
+        softmax = begin_softmax(sums, num_sums)
         key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         queries, tiles, exchange = base + WGMMA_SHARED.queries, base + WGMMA_SHARED.tiles, base + WGMMA_SHARED.scores
         cuda.syncthreads()  # no warp needs the shared memory of the job before
         if key < job.end:
-            copy_queries(queries, job, given.strides, thread)
+            copy_queries(queries, job, given.sizes, thread)
         for _ in range(2):
             if coming < job.end:
                 look_up(homes, coming, job, thread)
@@ -352,7 +333,8 @@ def make_wgmma_attend(variant: Variant) -> Any:
             wait_scores(scores)
             leave(scores, exchange, part, lane)
             cuda.syncthreads()
-            softmax, _, _ = weigh_tile(scores, exchange, softmax, key, visible, given.scoring, part, lane)
+            take(scores, exchange, part, lane)
+            softmax, _, _, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
         while key < job.end:
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
@@ -371,7 +353,8 @@ def make_wgmma_attend(variant: Variant) -> Any:
             leave(scores, exchange, part, lane)
             cuda.syncthreads()  # scores are there
             key += TILE
-            softmax, a0, a1 = weigh_tile(scores, exchange, softmax, key, visible, given.scoring, part, lane)
+            take(scores, exchange, part, lane)
+            softmax, a0, a1, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
             wait_sums(sums)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Row, Strides, Tokens, Variant, first_query, make_addressing
+from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Row, Sizes, Tokens, Variant, first_query, make_addressing
 from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
 from .decode_products import Piece, Queries
@@ -20,7 +20,7 @@ from .memory import (
     FLOOR, HALVES, LOG2E, clamp, copy_16, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_shared_f32,
     maximum, reciprocal, store_4, store_f32x2, store_shared_f32,
 )  # fmt: skip
-from .softmax import Softmax, Visible, sum_weights
+from .softmax import Softmax, sum_weights
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -112,12 +112,12 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
             copy_16(to + i * (lines * line_bytes if swizzled else 128), source + i * 128)
 
     @inlined
-    def copy_queries(to: int, job: Job, strides: Strides, thread: int) -> None:
+    def copy_queries(to: int, job: Job, sizes: Sizes, thread: int) -> None:
         for turn in range(-(-queries // TOGETHER)):
             line = turn * TOGETHER + (thread >> 3)
             if line < queries:
                 number = min(job.query + line, job.num_queries - 1)
-                source = job.q + number // heads_per_kv * strides.q.token + number % heads_per_kv * strides.q.head
+                source = job.q + number // heads_per_kv * sizes.q.token + number % heads_per_kv * sizes.q.head
                 copy(to, queries, line, source, thread)
 
     @inlined
@@ -137,19 +137,6 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
     return copy_queries, look_up, copy_tile, turns
 
 
-@inlined
-def visible_of(
-    number: int, tokens: int, first: int, length: int, window: int, heads_per_kv: int, causal: bool, windowed: bool
-) -> Visible:
-    """The keys that a lane's two queries see, of this number and 8 further on, of so many tokens; queries that are
-    missing see as much as the last."""
-    high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
-    high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
-    low0 = max(first, high0 - window) if windowed else first
-    low1 = max(first, high1 - window) if windowed else first
-    return Visible(low0, high0, low1, high1)
-
-
 MERGED = THREADS * 4 // LATENT_V_DIM  # queries whose parts a block's threads add up at a time, a thread 4 dims of one
 
 
@@ -163,13 +150,13 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
         sums: Any, offset: int, m: float, weights: float, number: int, count: int, to: int, part: Part, given: Given,
         lane: int,
     ) -> None:  # fmt: skip
-        at, strides = given.at, given.strides
+        at, sizes = given.at, given.sizes
         if number < count:
             head = number % heads_per_kv
             if at.sinks != 0:
                 weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * given.scoring.outer)
             scale = float32(0) if weights == float32(0) else reciprocal(weights)
-            to += number // heads_per_kv * strides.out.token + head * strides.out.head + part.dims * 2 + (lane & 3) * 4
+            to += number // heads_per_kv * sizes.out.token + head * sizes.out.head + part.dims * 2 + (lane & 3) * 4
             for j in range(num_sums // 4):
                 store_4(to + j * 16, pack(sums[4 * j + offset] * scale, sums[4 * j + offset + 1] * scale))
 
@@ -258,10 +245,10 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
         sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, given: Given, thread: int,
         lane: int,
     ) -> None:  # fmt: skip
-        at, strides = given.at, given.strides
+        at, sizes = given.at, given.sizes
         line = part.strip * 16 + (lane >> 2)
         if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
-            to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out.row, strides.out.token, mixed)
+            to = at.out + first_query(piece.sequence, sizes.out, given, mixed)
             number = piece.bundle * queries + line
             put_outputs(sums, softmax, number, count, to, part, given, lane)
             return

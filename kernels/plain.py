@@ -21,8 +21,8 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    ARGUMENTS, Addresses, Row, Scoring, Sizes, Strides, Tokens, Variant, first_token, head_of, make_addressing, row_of,
-    scales_of, sequence_of, v_dim_of,
+    ARGUMENTS, Given, Head, Row, Scoring, Variant, first_token, head_of, make_addressing, make_entry, row_of,
+    sequence_of, v_dim_of,
 )  # fmt: skip
 from .compiler import Kernel, float32, inlined
 from .memory import (
@@ -58,25 +58,26 @@ def make_find_query(variant: Variant) -> Any:
     q_len, causal, windowed = variant.q_len, variant.causal, variant.windowed
 
     @inlined
-    def find_query(place: int, at: Addresses, sizes: Sizes, strides: Strides, window: int) -> Query:
+    def find_query(place: int, given: Given) -> Query:
+        at, sizes = given.at, given.sizes
         if q_len:
             sequence = place // q_len
             index = place % q_len
             count = q_len
-            address = at.q + sequence * strides.q.row + index * strides.q.token
-            out = at.out + sequence * strides.out.row + index * strides.out.token
+            address = at.q + sequence * sizes.q.row + index * sizes.q.token
+            out = at.out + sequence * sizes.out.row + index * sizes.out.token
         else:
             sequence = sequence_of(place, at.cu_seqlens, sizes.batch)
             start = load_i32(at.cu_seqlens + sequence * 4)
             index = place - start
             count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
-            address = at.q + place * strides.q.token
-            out = at.out + place * strides.out.token
+            address = at.q + place * sizes.q.token
+            out = at.out + place * sizes.out.token
         length = load_i32(at.seq_lens + sequence * 4)
         high = length - count + index + 1 if causal else length
-        low = first_token(sequence, at.starts)
+        low = first_token(sequence, given)
         if windowed:
-            low = max(low, high - window)
+            low = max(low, high - given.scoring.window)
         return Query(sequence, low, high, address, out)
 
     return find_query
@@ -140,9 +141,8 @@ def make_attend(variant: Variant) -> Any:
 
     @inlined
     def attend(
-        sums: Any, shared_q: Any, k: Tokens, v: Tokens, k_scales: Tokens, v_scales: Tokens, row: Row, query: Query,
-        scoring: Scoring, warp: int, lane: int,
-    ) -> tuple[float, float]:  # fmt: skip
+        sums: Any, shared_q: Any, head: Head, row: Row, query: Query, scoring: Scoring, warp: int, lane: int
+    ) -> tuple[float, float]:
         """The greatest score, and this lane's sum of weights."""
         for i in range(owned * per_word):
             sums[i] = float32(0)
@@ -153,9 +153,9 @@ def make_attend(variant: Variant) -> Any:
             mine = first + lane
             key = min(mine, query.high - 1)
             home = home_of(key, row)
-            score = dot(shared_q, address_of(key, home, k))
+            score = dot(shared_q, address_of(key, home, head.k))
             if scaled:
-                score *= load_f32(address_of(key, home, k_scales))
+                score *= load_f32(address_of(key, home, head.k_scales))
             if softcapped:
                 score = float32(tanh(score * scoring.inner))
             score = score if mine < query.high else float32(NEGATIVE_INFINITY)
@@ -167,12 +167,12 @@ def make_attend(variant: Variant) -> Any:
             top = higher
             norm = norm * scale + p
             if scaled:
-                p *= load_f32(address_of(key, home, v_scales))
+                p *= load_f32(address_of(key, home, head.v_scales))
             for i in range(owned * per_word):
                 sums[i] *= scale
             for other in range(min(32, query.high - first)):
                 token = first + other
-                add_value(sums, address_of(token, home_of(token, row), v), shuffle(p, other), lane)
+                add_value(sums, address_of(token, home_of(token, row), head.v), shuffle(p, other), lane)
             first += THREADS
         return top, norm
 
@@ -185,9 +185,8 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
     pack, per_word = number.pack, number.per_word
 
     @inlined
-    def combine(
-        shared_o: Any, shared_m: Any, shared_l: Any, to: int, sinks: int, head: int, outer: float, thread: int
-    ) -> None:
+    def combine(shared_o: Any, shared_m: Any, shared_l: Any, to: int, head: int, given: Given, thread: int) -> None:
+        sinks, outer = given.at.sinks, given.scoring.outer
         top = float32(FLOOR)
         for w in range(WARPS):
             top = maximum(top, shared_m[w])
@@ -228,7 +227,9 @@ def make_plain(variant: Variant) -> Any:
     attend = make_attend(variant)
     combine = make_combine(variant.dtype, v_dim)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+    @inlined
+    def plain(given: Given) -> None:
+        at, sizes, scoring = given.at, given.sizes, given.scoring
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -242,19 +243,18 @@ def make_plain(variant: Variant) -> Any:
 
         if q_len == 0 and place >= load_i32(at.cu_seqlens + sizes.batch * 4):
             return
-        query = find_query(place, at, sizes, strides, scoring.window)
-        row = row_of(query.sequence, at, strides)
-        k, v = head_of(head // heads_per_kv, at, strides)
-        k_scales, v_scales = scales_of(head // heads_per_kv, at, strides)
+        query = find_query(place, given)
+        row = row_of(query.sequence, given)
+        kv_head = head_of(head // heads_per_kv, given)
         word = thread
         while word < q_words:
-            numbers = unpack(load_4(query.address + head * strides.q.head + word * 4))
+            numbers = unpack(load_4(query.address + head * sizes.q.head + word * 4))
             for i in range(q_per_word):
                 shared_q[word * q_per_word + i] = numbers[i]
             word += THREADS
         cuda.syncthreads()
 
-        top, norm = attend(sums, shared_q, k, v, k_scales, v_scales, row, query, scoring, warp, lane)
+        top, norm = attend(sums, shared_q, kv_head, row, query, scoring, warp, lane)
         for step in range(5):
             norm += shuffle_xor(norm, 1 << step)
         if lane == 0:
@@ -265,8 +265,6 @@ def make_plain(variant: Variant) -> Any:
             if dim < v_dim:
                 shared_o[warp * v_dim + dim] = sums[i]
         cuda.syncthreads()
-        combine(
-            shared_o, shared_m, shared_l, query.out + head * strides.out.head, at.sinks, head, scoring.outer, thread
-        )
+        combine(shared_o, shared_m, shared_l, query.out + head * sizes.out.head, head, given, thread)
 
-    return kernel
+    return make_entry(plain, False)

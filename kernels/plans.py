@@ -182,17 +182,17 @@ def output_like(q: torch.Tensor) -> torch.Tensor:
 
 
 def sizes_of(given: Geometries) -> tuple[int, ...]:
-    """The fields of `Sizes` and `Strides`."""
+    """The fields of `Sizes`."""
     q, k, v, out = given[:4]
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
-    sizes_and_strides = (
+    steps = (
         (q.dtype.itemsize, (*ragged, *q.strides[:-1])),
         (k.dtype.itemsize, (*k.strides[:3], *v.strides[:3])),
         (out.dtype.itemsize, (*ragged, *out.strides[:-1])),
         *((4, scales.strides if scales else (0, 0, 0)) for scales in (given.k_scales, given.v_scales)),
     )
     table = given.block_table.strides[0] * 4 if given.block_table else 0
-    strides = [size * stride for size, strides in sizes_and_strides for stride in strides]
+    strides = [size * stride for size, strides in steps for stride in strides]
     return given.seq_lens.shape[0], k.shape[2], table, *strides
 
 

@@ -15,13 +15,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from numba import cuda
 
-from .arguments import (
-    NO_GROUPS, Addresses, Given, Groups, Row, Scoring, Sizes, Strides, Tokens, Variant, head_of, live_token,
-    make_addressing, row_of, scales_of,
-)  # fmt: skip
+from .arguments import Given, Row, Tokens, Variant, head_of, live_token, make_addressing, make_entry, row_of
 from .compiler import float32, inlined, int64, uint32
 from .memory import (
     copy_16, load_16, load_f32, load_shared_f32, shared_address, store_shared_16, store_shared_f32, wait_copies,
@@ -31,15 +27,14 @@ from .quantized import EIGHT_BITS
 from .softmax import Softmax, begin_softmax, make_add_values, make_score, mask, pitch_of, raise_maxima, rescale, weigh
 
 
-def make_widened_tiles(
-    dtype: torch.dtype, block_size: int, tile: int, head_dim: int, pitch: int, threads: int
-) -> tuple[Any, Any, Any, int, int]:
+def make_widened_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
     """Functions for kernels: a block's threads look a tile up, begin to fetch one head of it and a scale each, and put
     them to shared memory, behind copies of before; a live key takes the place of one that is not. And how many homes a
     thread looks up, and how many words it fetches."""
-    home_of, address_of = make_addressing(block_size)
-    widen = EIGHT_BITS[dtype].pair
-    vectors = head_dim // 16  # of 16 bytes in a token
+    assert variant.kv_dtype
+    home_of, address_of = make_addressing(variant.block_size)
+    widen, pitch = EIGHT_BITS[variant.kv_dtype].pair, pitch_of(variant.head_dim)
+    tile, vectors = tile_of(variant.head_dim), variant.head_dim // 16  # of 16 bytes in a token
     turns = -(-tile * vectors // threads)
     assert tile <= threads, "a thread fetches one scale"
 
@@ -120,70 +115,52 @@ def shared_of(head_dim: int, scaled: bool) -> Shared:
     return Shared(*accumulate(sizes, initial=0))
 
 
-def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple[Any, Any, int]:
-    """Functions for kernels: a block's threads look up `count` tokens, and begin to copy one head of them.
-
-    Both take the first of the tokens; those before `begin` or from `end` on repeat one in between.
-
-    Returns:
-        the functions, and how many homes a thread looks up.
-    """
-    home_of, address_of = make_addressing(block_size)
-    pitch = pitch_of(head_dim)
-    vectors = head_dim // 8  # of 16 bytes in a token
-    turns = -(-count * vectors // threads)
-
-    @inlined
-    def look_up(homes: Any, token: int, begin: int, end: int, row: Row, thread: int) -> None:
-        for turn in range(turns):
-            homes[turn] = home_of(live_token(token + (thread + turn * threads) // vectors, begin, end), row)
-
-    @inlined
-    def copy(to: int, source: Tokens, homes: Any, token: int, begin: int, end: int, thread: int) -> None:
-        for turn in range(turns):
-            vector = thread + turn * threads
-            if vector < count * vectors:
-                live = live_token(token + vector // vectors, begin, end)
-                column = vector % vectors * 16
-                copy_16(to + vector // vectors * pitch + column, address_of(live, homes[turn], source) + column)
-
-    return look_up, copy, turns
-
-
 def make_bring_queries(work: Work, queries: int, head_dim: int, threads: int) -> Any:
     """A function for kernels: a block's threads begin to copy its queries; those behind the prompt's last repeat it."""
     queries_of, home_of_query = work.queries_of, work.home_of_query
-    _, copy, turns = make_copy(work.query_block, queries, head_dim, threads)
+    _, address_of = make_addressing(work.query_block)
+    vectors, pitch = head_dim // 8, pitch_of(head_dim)  # of 16 bytes in a query; bytes from one to the next
+    turns = -(-queries * vectors // threads)
 
     @inlined
     def bring_queries(to: int, prompt: Prompt, given: Given, thread: int) -> None:
         homes = cuda.local.array(turns, int64)
         tokens = queries_of(prompt, given)
-        for i in range(turns):
-            query = prompt.query + (thread + i * threads) // (head_dim // 8)
-            homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, given)
-        copy(to, tokens, homes, prompt.query, 0, prompt.num_queries, thread)
+        for turn in range(turns):
+            query = prompt.query + (thread + turn * threads) // vectors
+            homes[turn] = home_of_query(min(query, prompt.num_queries - 1), prompt, given)
+        for turn in range(turns):
+            vector = thread + turn * threads
+            if vector < queries * vectors:
+                query, column = (
+                    live_token(prompt.query + vector // vectors, 0, prompt.num_queries),
+                    vector % vectors * 16,
+                )
+                copy_16(to + vector // vectors * pitch + column, address_of(query, homes[turn], tokens) + column)
 
     return bring_queries
 
 
-def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
-    """`make_widened_tiles`, or the same for 16 bits, which are copied as they are."""
-    head_dim, block_size = variant.head_dim, variant.block_size
-    tile = tile_of(head_dim)
-    if variant.kv_dtype:
-        return make_widened_tiles(variant.kv_dtype, block_size, tile, head_dim, pitch_of(head_dim), threads)
-    look_up_tokens, copy, turns = make_copy(block_size, tile, head_dim, threads)
+def make_copied_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
+    """`make_widened_tiles` for 16 bits, which are copied as they are."""
+    home_of, address_of = make_addressing(variant.block_size)
+    tile, vectors, pitch = tile_of(variant.head_dim), variant.head_dim // 8, pitch_of(variant.head_dim)
+    turns = -(-tile * vectors // threads)
 
     @inlined
     def look_up(homes: Any, key: int, row: Row, prompt: Prompt, thread: int) -> None:
-        look_up_tokens(homes, key, prompt.begin, prompt.length, row, thread)
+        for turn in range(turns):
+            homes[turn] = home_of(live(key + (thread + turn * threads) // vectors, prompt), row)
 
     @inlined
     def begin(
         words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, key: int, prompt: Prompt, thread: int
     ) -> float:
-        copy(to, source, homes, key, prompt.begin, prompt.length, thread)
+        for turn in range(turns):
+            vector = thread + turn * threads
+            if vector < tile * vectors:
+                token, column = live(key + vector // vectors, prompt), vector % vectors * 16
+                copy_16(to + vector // vectors * pitch + column, address_of(token, homes[turn], source) + column)
         return float32(1)
 
     @inlined
@@ -202,6 +179,7 @@ def make_attend(variant: Variant, work: Work) -> Any:
 
     keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)
     bring_queries = make_bring_queries(work, queries, head_dim, threads)
+    make_tiles = make_widened_tiles if scaled else make_copied_tiles
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     score, add_values = make_score(variant.dtype, head_dim, tile), make_add_values(variant.dtype, head_dim)
     softcapped = variant.softcapped
@@ -215,16 +193,13 @@ def make_attend(variant: Variant, work: Work) -> Any:
         scores = cuda.local.array(num_scores, float32)
         homes = cuda.local.array(num_homes, int64)
         words = cuda.local.array(num_words, uint32)
-        row = row_of(prompt.sequence, given.at, given.strides)
-        k, v = head_of(prompt.kv_head, given.at, given.strides)
-        k_scales, v_scales = scales_of(prompt.kv_head, given.at, given.strides)
+        row = row_of(prompt.sequence, given)
+        k, v, k_scales, v_scales = head_of(prompt.kv_head, given)
         key, end = keys_of_block(prompt, given.scoring.window)
         line = warp * 16 + (lane >> 2)
         visible = keys_of_lane(prompt, line, given.scoring.window)
 
-        for i in range(num_sums):
-            sums[i] = float32(0)
-        softmax = begin_softmax()
+        softmax = begin_softmax(sums, num_sums)
         scale = float32(1)
         if key < end:
             bring_queries(base + shared.queries, prompt, given, thread)
@@ -281,10 +256,4 @@ def make_prefill(variant: Variant) -> Any:
         softmax, line = attend(sums, base, prompt, given, thread, warp, lane)
         put(sums, softmax, line, prompt, given, lane)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        prefill(Given(at, sizes, strides, scoring, NO_GROUPS))
-
-    def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
-        prefill(Given(at, sizes, strides, scoring, groups))
-
-    return cascaded_kernel if variant.cascaded else kernel
+    return make_entry(prefill, variant.cascaded)

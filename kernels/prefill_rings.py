@@ -175,16 +175,8 @@ NO_MORE = Prompt(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0)  # what follows the last job
 @inlined
 def put_job(to: int, job: Prompt) -> None:
     """Leaves a job in shared memory."""
-    store_shared_i32(to, job.sequence)
-    store_shared_i32(to + 4, job.start)
-    store_shared_i32(to + 8, job.num_queries)
-    store_shared_i32(to + 12, job.query)
-    store_shared_i32(to + 16, job.position)
-    store_shared_i32(to + 20, job.begin)
-    store_shared_i32(to + 24, job.length)
-    store_shared_i32(to + 28, job.head)
-    store_shared_i32(to + 32, job.kv_head)
-    store_shared_i32(to + 36, job.part)
+    for i in range(len(job)):
+        store_shared_i32(to + 4 * i, job[i])
 
 
 @inlined
@@ -317,27 +309,18 @@ def shared_of(head_dim: int) -> Shared:
 
 
 class Rings(NamedTuple):
-    """All rings of a block of threads."""
+    """All rings of a block of threads, a `Ring` each; or the functions on them, a `RingUse` each."""
 
-    jobs: Ring
-    queries: Ring
-    k: Ring
-    v: Ring
-
-
-class RingUses(NamedTuple):
-    """Functions for kernels on each of `Rings`."""
-
-    jobs: RingUse
-    queries: RingUse
-    k: RingUse
-    v: RingUse
+    jobs: Any
+    queries: Any
+    k: Any
+    v: Any
 
 
-def make_rings(head_dim: int) -> RingUses:
+def make_rings(head_dim: int) -> Rings:
     """The functions on a block's rings."""
     slots, tile, consumers = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim)), 4 * CONSUMERS
-    return RingUses(
+    return Rings(
         make_ring(JOBS, JOB_BYTES, 2 + consumers),  # the warps that bring K and V read jobs as well
         make_ring(slots.queries, tile_bytes(head_dim, QUERIES), consumers),
         make_ring(slots.k, tile, consumers),

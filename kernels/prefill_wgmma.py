@@ -19,16 +19,16 @@ from typing import Any
 
 from numba import cuda
 
-from .arguments import NO_GROUPS, Addresses, Given, Groups, Maps, Scoring, Sizes, Strides, Variant, row_of
+from .arguments import NO_GROUPS, Addresses, Given, Groups, Maps, Scoring, Sizes, Variant, row_of
 from .compiler import float32, inlined, uint32
 from .memory import HALVES, shared_address
 from .prefill_rings import (
-    CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, RingUse, RingUses, Rings, Source,
+    CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, RingUse, Rings, Source,
     box_of, get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, shared_of, slots_of, tile_bytes,
     tile_of,
 )  # fmt: skip
 from .prompts import Prompt, make_prefixes, make_prompts, make_ranges
-from .softmax import Softmax, Visible, begin_softmax, mask, raise_maxima, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, rescale, weigh_tile
 from .warp import (
     ATOM_BYTES, ROW_BYTES, begin_products, commit_products, make_meet, make_multiply_registers, make_multiply_shared,
     make_operand_at, make_take_registers, make_wait_products, publish_barriers, shuffle_count, sync_warp,
@@ -37,7 +37,7 @@ from .warp import (
 TURN = 1  # the number of the first consumer's barrier, and the other's is the next: its turn to issue products
 
 
-def make_issue(variant: Variant, uses: RingUses) -> tuple[Any, Any]:
+def make_issue(variant: Variant, uses: Rings) -> tuple[Any, Any]:
     """Functions for kernels: issue a tile's products, in turns with the other consumer; begin `sums += weights V`."""
     head_dim, tile = variant.head_dim, tile_of(variant.head_dim)
     multiply_first = make_multiply_shared(variant.dtype, tile, accumulate=False)
@@ -91,7 +91,7 @@ def make_issue(variant: Variant, uses: RingUses) -> tuple[Any, Any]:
     return issue, issue_sums
 
 
-def make_consume(variant: Variant, uses: RingUses) -> Any:
+def make_consume(variant: Variant, uses: Rings) -> Any:
     """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
     head_dim, tile = variant.head_dim, tile_of(variant.head_dim)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
@@ -110,9 +110,7 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
         """The job is the one of this number, and its tiles are those from `begin` on in the rings."""
         scores = cuda.local.array(num_scores, float32)
         weights = cuda.local.array(num_weights, uint32)
-        softmax = begin_softmax()
-        for i in range(num_sums):
-            sums[i] = float32(0)
+        softmax = begin_softmax(sums, num_sums)
         n = begin
         key = first_key
         end = begin + tiles
@@ -121,9 +119,9 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
         while n < end:
             issue(sums, scores, weights, queries, rings, n, n == begin, consumer)
             release_k(rings.k, n, lane)
-            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
-            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
-            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
+            softmax, a0, a1, grown = weigh_tile(
+                scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane
+            )
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
             if n + 1 < end:
                 wait_k(rings.k, n + 1)
@@ -147,7 +145,7 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
     return consume
 
 
-def make_consume_jobs(variant: Variant, uses: RingUses, keys_of_job: Any, keys_of_lane: Any, put: Any) -> Any:
+def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, keys_of_lane: Any, put: Any) -> Any:
     """A function for kernels: attention of a consumer's queries in all jobs of a block of threads.
 
     Args:
@@ -200,7 +198,7 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
             sync_warp()
             release_job(jobs, number, lane)
             first_key, tiles = keys_of_job(job, given.scoring.window)
-            source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, given.at, given.strides)
+            source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, given)
             home = look_up(first_key, row, job, lane) if tiles > 0 else 0  # else nothing of it need be there
             for i in range(tiles):
                 key = first_key + i * tile
@@ -269,12 +267,10 @@ def make_prefill(variant: Variant) -> Any:
             elif thread < 96:
                 find_jobs(rings.jobs, rings.queries, given, lane)
 
-    def kernel(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
-        prefill(maps, Given(at, sizes, strides, scoring, NO_GROUPS))
+    def kernel(maps: Maps, at: Addresses, sizes: Sizes, scoring: Scoring) -> None:
+        prefill(maps, Given(at, sizes, scoring, NO_GROUPS))
 
-    def cascaded_kernel(
-        maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups
-    ) -> None:
-        prefill(maps, Given(at, sizes, strides, scoring, groups))
+    def cascaded_kernel(maps: Maps, at: Addresses, sizes: Sizes, scoring: Scoring, groups: Groups) -> None:
+        prefill(maps, Given(at, sizes, scoring, groups))
 
     return cascaded_kernel if variant.cascaded else kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arguments import Given, Groups, Tokens, Variant, first_token, live_token, make_ragged, sequence_of
+from .arguments import Given, Groups, Tokens, Variant, first_token, live_token, make_ragged, num_queries, sequence_of
 from .compiler import inlined
 from .memory import divide, load_i32, store_f32x2
 from .softmax import Softmax, Visible, divisors, make_store, sum_weights
@@ -63,29 +63,29 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
     store = make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined
-    def count_of(sequence: int, cu_seqlens: int) -> int:
+    def count_of(sequence: int, given: Given) -> int:
         """Queries."""
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
+        count = num_queries(sequence, given)
         return 0 if mixed and count == 1 else count
 
     @inlined
-    def units_of(sequence: int, cu_seqlens: int) -> int:
+    def units_of(sequence: int, given: Given) -> int:
         """Blocks of queries."""
-        return (count_of(sequence, cu_seqlens) + queries_per_block - 1) // queries_per_block
+        return (count_of(sequence, given) + queries_per_block - 1) // queries_per_block
 
     total, locate = make_ragged(units_of)
 
     @inlined
     def count_jobs(given: Given, lane: int) -> int:
-        return total(given.sizes.batch, given.at.cu_seqlens, lane)
+        return total(given.sizes.batch, given, lane)
 
     @inlined
     def find_queries(head: int, unit: int, given: Given, lane: int) -> Prompt:
-        sequence, before = locate(unit, given.sizes.batch, given.at.cu_seqlens, lane)
+        sequence, before = locate(unit, given.sizes.batch, given, lane)
         start = load_i32(given.at.cu_seqlens + sequence * 4)
-        count = count_of(sequence, given.at.cu_seqlens)
+        count = count_of(sequence, given)
         length = load_i32(given.at.seq_lens + sequence * 4)
-        begin = first_token(sequence, given.at.starts)
+        begin = first_token(sequence, given)
         if windowed:  # tokens that no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - given.scoring.window)
         query = (unit - before) * queries_per_block
@@ -94,19 +94,19 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def queries_of(prompt: Prompt, given: Given) -> Tokens:
-        at, strides = given.at, given.strides
-        address = at.q + prompt.start * strides.q.token + prompt.head * strides.q.head
-        return Tokens(address, 0, strides.q.token)
+        at, sizes = given.at, given.sizes
+        address = at.q + prompt.start * sizes.q.token + prompt.head * sizes.q.head
+        return Tokens(address, 0, sizes.q.token)
 
     home_of_query = inlined(lambda number, prompt, given: 0)
 
     @inlined
     def put(sums: Any, softmax: Softmax, line: int, prompt: Prompt, given: Given, lane: int) -> None:
         """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
-        at, strides = given.at, given.strides
+        at, sizes = given.at, given.sizes
         d0, d1 = divisors(softmax, at.sinks, prompt.head, given.scoring.outer)
-        to = at.out + (prompt.start + prompt.query) * strides.out.token + prompt.head * strides.out.head
-        store(sums, d0, d1, to, strides.out.token, line, prompt.num_queries - prompt.query, lane)
+        to = at.out + (prompt.start + prompt.query) * sizes.out.token + prompt.head * sizes.out.head
+        store(sums, d0, d1, to, sizes.out.token, line, prompt.num_queries - prompt.query, lane)
 
     return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
@@ -167,29 +167,31 @@ def tokens_of_part(group: int, prefix: int, groups: Groups, per_sequence: int) -
 
 
 @inlined
-def prefix_of_group(group: int, seq_lens: int, groups: Groups, q_len: int) -> int:
+def prefix_of_group(group: int, given: Given, q_len: int) -> int:
     """The tokens that the sequences of a group share; 0: they are read one by one.
 
     One sequence shares nothing, nor does a group that is not in the batch; a row holds only what lies before the newest
     tokens.
     """
+    groups = given.groups
     first, end = load_i32(groups.cu_groups + group * 4), load_i32(groups.cu_groups + group * 4 + 4)
     prefix = 0
     if end - first > 1 and first >= 0 and end <= groups.batch:
         prefix = load_i32(groups.prefix_lens + group * 4)
-        prefix = prefix if 0 < prefix <= load_i32(seq_lens + first * 4) - q_len else 0
+        prefix = prefix if 0 < prefix <= load_i32(given.at.seq_lens + first * 4) - q_len else 0
     return prefix
 
 
 @inlined
-def prefix_of(sequence: int, length: int, seq_lens: int, groups: Groups, q_len: int) -> int:
+def prefix_of(sequence: int, length: int, given: Given, q_len: int) -> int:
     """The first tokens of a sequence that are read for its group. A sequence that is shorter, as an unused place of a
     captured graph is, shares nothing."""
+    groups = given.groups
     group = sequence_of(sequence, groups.cu_groups, groups.num_groups)
     begin = load_i32(groups.cu_groups + group * 4)
     prefix = 0
     if begin <= sequence < load_i32(groups.cu_groups + group * 4 + 4):
-        prefix = prefix_of_group(group, seq_lens, groups, q_len)
+        prefix = prefix_of_group(group, given, q_len)
     return prefix if prefix <= length - q_len else 0
 
 
@@ -218,10 +220,10 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
 
     @inlined
-    def units_of(number: int, lengths: tuple[int, Groups]) -> int:
+    def units_of(number: int, given: Given) -> int:
         """Parts of a group's prefix, for each of its blocks of queries."""
-        seq_lens, groups = lengths
-        prefix = prefix_of_group(number, seq_lens, groups, q_len)
+        groups = given.groups
+        prefix = prefix_of_group(number, given, q_len)
         units = 0
         if prefix > 0:
             tokens = tokens_of_part(number, prefix, groups, per_sequence)
@@ -232,13 +234,13 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def count_jobs(given: Given, lane: int) -> int:
-        return total(given.groups.num_groups, (given.at.seq_lens, given.groups), lane)
+        return total(given.groups.num_groups, given, lane)
 
     @inlined
     def find_queries(head: int, unit: int, given: Given, lane: int) -> Prompt:
-        at, groups = given.at, given.groups
-        number, before = locate(unit, groups.num_groups, (at.seq_lens, groups), lane)
-        prefix = prefix_of_group(number, at.seq_lens, groups, q_len)
+        groups = given.groups
+        number, before = locate(unit, groups.num_groups, given, lane)
+        prefix = prefix_of_group(number, given, q_len)
         first = load_i32(groups.cu_groups + number * 4)
         count, query, part, begin, end = 0, 0, 0, 0, 0
         if prefix > 0:
@@ -254,12 +256,12 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def queries_of(prompt: Prompt, given: Given) -> Tokens:
-        return Tokens(given.at.q + prompt.kv_head * heads_per_kv * given.strides.q.head, 1, given.strides.q.head)
+        return Tokens(given.at.q + prompt.kv_head * heads_per_kv * given.sizes.q.head, 1, given.sizes.q.head)
 
     @inlined
     def home_of_query(number: int, prompt: Prompt, given: Given) -> int:
         token = number % per_sequence // heads_per_kv
-        return (prompt.start + number // per_sequence) * given.strides.q.row + token * given.strides.q.token
+        return (prompt.start + number // per_sequence) * given.sizes.q.row + token * given.sizes.q.token
 
     @inlined
     def put_query(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import Scoring, Variant
 from .compiler import float32, inlined
 from .memory import FLOOR, HALVES, LOG2E, exp2, fma, if_within, load_f32, maximum, reciprocal, store_4, store_16, tanh
 from .warp import any_lane, load_matrices, load_matrices_transposed, shuffle_xor, transpose_words
@@ -30,6 +31,28 @@ class Visible(NamedTuple):
     high1: int
 
 
+def make_visible(variant: Variant, step: int) -> Any:
+    """A function for kernels: the keys that a lane's two queries see, of a number and `step` further on, among those of
+    a sequence's last tokens that share a KV head; queries that are missing see as much as the last."""
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
+
+    @inlined
+    def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
+        high0 = length - tokens + min(number // heads_per_kv, tokens - 1) + 1 if causal else length
+        high1 = length - tokens + min((number + step) // heads_per_kv, tokens - 1) + 1 if causal else length
+        low0 = max(first, high0 - window) if windowed else first
+        low1 = max(first, high1 - window) if windowed else first
+        return Visible(low0, high0, low1, high1)
+
+    return visible_of
+
+
+@inlined
+def visible_before(end: int, visible: Visible) -> Visible:
+    """Those of the keys that lie before one."""
+    return Visible(visible.low0, min(visible.high0, end), visible.low1, min(visible.high1, end))
+
+
 class Softmax(NamedTuple):
     """The softmax of a lane's two queries so far: the largest score `m` up to `SLACK`, the sum `l` of weights relative
     to it."""
@@ -41,8 +64,10 @@ class Softmax(NamedTuple):
 
 
 @inlined
-def begin_softmax() -> Softmax:
-    """Before the first key."""
+def begin_softmax(sums: Any, num_sums: int) -> Softmax:
+    """Before the first key, of which there are no sums yet."""
+    for i in range(num_sums):
+        sums[i] = float32(0)
     return Softmax(float32(FLOOR), float32(FLOOR), float32(0), float32(0))
 
 
@@ -100,6 +125,17 @@ def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> Softm
         l0 += scores[4 * j] + scores[4 * j + 1]
         l1 += scores[4 * j + 2] + scores[4 * j + 3]
     return Softmax(m0, m1, l0, l1)
+
+
+@inlined
+def weigh_tile(
+    scores: Any, num_scores: int, softcapped: bool, key: int, visible: Visible, softmax: Softmax, scoring: Scoring,
+    lane: int,
+) -> tuple[Softmax, float, float, int]:  # fmt: skip
+    """Makes a tile's products weights; returns what `raise_maxima` does."""
+    mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
+    softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
+    return weigh(scores, num_scores, softmax, scoring.outer), a0, a1, grown
 
 
 @inlined
