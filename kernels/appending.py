@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Row, Steps, Tokens, make_addressing, sequence_of
+from .arguments import Row, Steps, head_in, make_addressing, sequence_of
 from .compiler import float32, inlined, int64
 from .memory import load_16_cached, load_16_written, load_counter, load_i32, make_turn, store_4, store_16, trap
 from .quantized import make_quantize_heads
@@ -149,12 +149,6 @@ class Place(NamedTuple):
     home: int  # the row's number, or the block's
 
 
-@inlined
-def in_cache(address: int, steps: Steps) -> Tokens:
-    """K or V in the cache, or their scales."""
-    return Tokens(address, steps.row, steps.token)
-
-
 def make_placing(variant: AppendVariant) -> tuple[Any, Any]:
     """Functions for kernels: where a new token goes, and how many of these have a place."""
     ragged, limited = variant.ragged, variant.limited
@@ -198,8 +192,8 @@ def make_append(variant: AppendVariant) -> Any:
         count = min(count_tokens(at, shape) - first, shape.per_block)
         if thread < count:
             place = place_of_token(first + thread, at, shape)
-            places[thread] = address_of(place.position, place.home, in_cache(at.k_cache, shape.k_cache))
-            places[most + thread] = address_of(place.position, place.home, in_cache(at.v_cache, shape.v_cache))
+            places[thread] = address_of(place.position, place.home, head_in(at.k_cache, 0, shape.k_cache))
+            places[most + thread] = address_of(place.position, place.home, head_in(at.v_cache, 0, shape.v_cache))
             if advances:
                 store_4(at.starts + place.sequence * 4, place.position + 1)
         cuda.syncthreads()
@@ -264,11 +258,11 @@ def make_changing_append(variant: AppendVariant) -> Any:
         if token >= count_tokens(at, shape):
             return
         place = place_of_token(token, at, shape)
-        k_to = address_of(place.position, place.home, in_cache(at.k_cache, shape.k_cache))
-        v_to = address_of(place.position, place.home, in_cache(at.v_cache, shape.v_cache))
+        k_to = address_of(place.position, place.home, head_in(at.k_cache, 0, shape.k_cache))
+        v_to = address_of(place.position, place.home, head_in(at.v_cache, 0, shape.v_cache))
         scaled = load_i32(at.rows + place.sequence * 4) if given else place.home
-        k_scales_to = address_of(place.position, scaled, in_cache(at.k_scales, shape.k_scales))
-        v_scales_to = address_of(place.position, scaled, in_cache(at.v_scales, shape.v_scales))
+        k_scales_to = address_of(place.position, scaled, head_in(at.k_scales, 0, shape.k_scales))
+        v_scales_to = address_of(place.position, scaled, head_in(at.v_scales, 0, shape.v_scales))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 

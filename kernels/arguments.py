@@ -151,7 +151,7 @@ class Head(NamedTuple):
 
 @inlined
 def head_in(address: int, head: int, steps: Steps) -> Tokens:
-    """One head of a tensor."""
+    """One head of a tensor; 0: all of them."""
     return Tokens(address + head * steps.head, steps.row, steps.token)
 
 

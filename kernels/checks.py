@@ -1,14 +1,19 @@
-"""What kernels ask of their arguments, checked before anything is launched.
+"""What kernels ask of their arguments, checked before anything is launched; and how a checked call is found again.
 
-All but the addresses is checked once for each geometry: looking at tensors costs more than launching a kernel.
+All but the addresses is checked once for each geometry: looking at tensors costs more than launching a kernel. What a
+call's tensors come to is its *plan*, prepared once and found again by one look at the tensors.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from numbers import Number
+from types import NoneType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from .arguments import LATENT_DIM, LATENT_V_DIM, v_dim_of
 from .compiler import SIMULATED
@@ -211,9 +216,8 @@ def check_attention(
     expected = [*q.shape[:-1], v_dim_of(q.shape[-1])]
     if list(out.shape) != expected:
         raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be {expected}")
-    for name, tensor in {"k": k, "v": v, "out": out}.items():
-        scales = k_scales if name == "k" else v_scales if name == "v" else None
-        if name != "out" and (scales is not None or tensor.dtype in LARGEST):
+    for name, tensor, scales in ("k", k, k_scales), ("v", v, v_scales), ("out", out, None):
+        if scales is not None or (tensor.dtype in LARGEST and name != "out"):
             check_scales(name, tensor, q, f"{name}_scales", scales)
         else:
             _check_kind(name, tensor, q.dtype, q.device)
@@ -243,3 +247,91 @@ def check_sinks(sinks: Geometry, q: Geometry) -> None:
     _check_kind("sinks", sinks, torch.float32, q.device)
     if sinks.shape != q.shape[-2:-1] or not _follow(sinks):
         raise ValueError(f"got sinks {list(sinks.shape)}; it must be contiguous {list(q.shape[-2:-1])}")
+
+
+Found = TypeVar("Found")
+Tensors = tuple[torch.Tensor | None, ...]
+Picker = Callable[[Tensors], tuple[torch.Tensor, ...]]
+
+RECENT = 4  # plans that are found at one look: of layers that take turns there are few kinds
+
+
+class Known(NamedTuple):
+    """A plan, and how to see whether it is that of a call."""
+
+    options: tuple[Any, ...]
+    distinct: Picker  # the tensors that are given, each once: torch compares none that is there twice
+    twins: list[tuple[int, int]]  # where one is again, and where it was first
+    missing: Picker
+    nones: tuple[None, ...]  # as many as are missing
+    check: Callable[..., bool]  # whether distinct tensors look like those of the earlier call
+    plan: Any
+
+
+def pick(where: Sequence[int]) -> Picker:
+    """A function that picks the items at some places, in a tuple."""
+    if len(where) > 1:
+        return operator.itemgetter(*where)
+    return lambda tensors: tuple([tensors[place] for place in where])  # type: ignore[misc]
+
+
+def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:
+    """Whether tensors that were the same are again."""
+    return all(tensors[again] is tensors[first] for again, first in twins)
+
+
+def addresses_of(tensors: Tensors) -> list[int]:
+    """The addresses of the tensors that are given."""
+    return [each.data_ptr() for each in tensors if each is not None]
+
+
+def check_memory(tensors: Tensors) -> None:
+    """Raises `TypeError` for one that has numbers, and no address: to kernels it would be one that is not given."""
+    for each in tensors:
+        if each is not None and each.numel() and not each.data_ptr():
+            raise TypeError(
+                f"got {type(each).__name__} {list(each.shape)} without memory of its own; tensors must be plain ones: "
+                "of a DTensor its to_local()"
+            )
+
+
+def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
+    """A plan, to be found for tensors like these."""
+    names = [*map(id, (*tensors, None))]
+    *firsts, nothing = map(names.index, names)  # where each tensor is first
+    missing = [place for place, first in enumerate(firsts) if first == nothing]
+    distinct = pick([place for place, first in enumerate(firsts) if first == place != nothing])
+    twins = [(place, first) for place, first in enumerate(firsts) if first not in (place, nothing)]
+    guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Known(options, distinct, twins, pick(missing), (None,) * len(missing), guards.check, plan)
+
+
+class Plans(Generic[Found]):
+    """The plans of a function's calls: `make` checks given options and `keys`, and makes their plan, or has it.
+
+    To make the key of ten tensors takes longer than to launch a kernel. torch compares tensors with those of an earlier
+    call, in all that a key says and more, in a fraction of the time. So the last few plans are tried that way first.
+    """
+
+    def __init__(self, make: Callable[..., Found]) -> None:
+        self._make = make
+        self._recent: tuple[Known, ...] = ()
+
+    def find(self, tensors: Tensors, *options: Any) -> tuple[Found, list[int]]:
+        """The plan for tensors, some of which may be missing, and options, which are numbers, strings and None; and the
+        addresses of the tensors that are there. Raises what `make` does."""
+        # Replaced as a whole: other threads see the old or the new.
+        for known, distinct, twins, missing, nones, check, plan in self._recent:
+            given = distinct(tensors)
+            is_missing = map(
+                operator.is_, missing(tensors), nones
+            )  # to ask torch whether a tensor equals None takes long
+            if known == options and check(*given) and all(is_missing) and (not twins or same(tensors, twins)):
+                return plan, addresses_of(tensors if twins else given)
+        if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
+            raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")
+        plan, addresses = self._make(*options, keys(tensors)), addresses_of(tensors)
+        if not all(addresses):
+            check_memory(tensors)
+        self._recent = know(tensors, options, plan), *self._recent[: RECENT - 1]
+        return plan, addresses

@@ -130,20 +130,6 @@ def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str
     return _make_intrinsic(1 + len(inputs), lambda array, *arguments: types.void(array, *kinds), codegen)
 
 
-def instruction_on_address(asm: str, meaning: Callable[..., Any]) -> Any:
-    """A function for kernels that is one PTX instruction, which makes one address ($0) of an array's address ($1)."""
-    if SIMULATED:
-        return meaning
-    address = LLVM["l"]
-    assembly = llvm.InlineAsm(llvm.FunctionType(address, [address]), asm, "=l,l")
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-        return builder.call(assembly, [builder.ptrtoint(data, address)])
-
-    return _make_intrinsic(1, lambda array: REGISTERS["l"](array), codegen)
-
-
 def _make_intrinsic(parameters: int, signature_of: Callable[..., Any], codegen: Callable[..., Any]) -> Any:
     """A function for kernels. Numba reads the number of its parameters off the function that gives its signature."""
     from numba.cuda.extending import intrinsic

@@ -15,6 +15,7 @@ bound by how often K and V are read from the second cache, not by how often they
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,13 @@ from .arguments import (
 from .compiler import float32, inlined, uint32
 from .decode_parts import Share, make_settle, make_share_work, results_of
 from .decode_products import (
-    UNIT, Piece, Queries, make_accumulate, make_loads, make_place_of, make_score, make_weigh, runs_of, vectors_of,
-    words_of,
+    UNIT, WARPS, Piece, Queries, make_accumulate, make_loads, make_place_of, make_score, make_weigh, runs_of,
+    vectors_of, words_of,
 )  # fmt: skip
 from .memory import (
     FLOOR, HALVES, if_within, load_4, load_8, load_shared_8, maximum, raising, shared_address, store_shared_8,
 )  # fmt: skip
-from .softmax import make_visible, visible_before
+from .softmax import Visible
 from .warp import shuffle, shuffle_xor
 
 
@@ -117,9 +118,7 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
             lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, sizes, lane)
         return words
 
-    @inlined
-    def pair_of(held: Any, word: int) -> tuple[int, int]:
-        return held[word], held[word + 1]
+    pair_of = inlined(lambda held, word: (held[word], held[word + 1]))
 
     @inlined
     def take_to_shared(
@@ -136,10 +135,7 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
         cuda.syncthreads()
         return held
 
-    @inlined
-    def pair_of_shared(held: int, word: int) -> tuple[int, int]:
-        return load_shared_8(held + word * WORD_BYTES)
-
+    pair_of_shared = inlined(lambda held, word: load_shared_8(held + word * WORD_BYTES))
     return (take_to_shared, pair_of_shared) if shared_bytes_of(variant, queries) else (take, pair_of)
 
 
@@ -155,13 +151,26 @@ def queries_of(variant: Variant, kv_heads: int) -> Queries:
     """How queries are worked on: two heads at a time where these share pieces of 64 bytes, which memory gives whole."""
     run, _ = runs_of(variant)
     heads = 2 if run.nbytes % 64 and kv_heads % 2 == 0 else 1
-    queries = Queries(variant.heads_per_kv, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
-    return queries.in_teams(kv_heads)
+    octets = -(-variant.heads_per_kv * variant.q_len // 8)
+    at_once = min(len(registers_for(variant)), octets)
+    sharing = gcd(WARPS, -(-octets // at_once) * heads)
+    return Queries(variant.heads_per_kv, variant.q_len, variant.mixed, at_once, sharing).in_teams(kv_heads)
 
 
 def blocks_that_fit(variant: Variant, queries: Queries) -> int:
     """As many as there are registers for."""
     return registers_for(variant)[queries.at_once - 1]
+
+
+@inlined
+def visible_of(piece: Piece, column: int, window: int, heads_per_kv: int, q_len: int, windowed: bool) -> Visible:
+    """The keys of a piece that two queries of a lane see, of number `column` and the next; missing queries see as
+    much as the last."""
+    high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
+    high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
+    low0 = max(piece.first, high0 - window) if windowed else piece.first
+    low1 = max(piece.first, high1 - window) if windowed else piece.first
+    return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
 
 
 def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
@@ -173,7 +182,7 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     stride = queries.token_warps * UNIT
     home_of, _ = make_addressing(variant.block_size)
     load_k, load_v, load_scales = make_loads(variant)
-    q_len, visible_of = queries.q_len, make_visible(variant, 1)
+    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
     score, weigh = make_score(variant, pair_of), make_weigh(variant)
     accumulate = make_accumulate(variant, at_once)
 
@@ -204,8 +213,7 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
             t = token + (lane >> 2)
             for o in range(at_once):
                 number = column + 8 * o + 2 * (lane & 3)
-                visible = visible_of(number, q_len, piece.first, piece.last + 1, scoring.window)
-                visible = visible_before(piece.token_end, visible)
+                visible = visible_of(piece, number, scoring.window, heads_per_kv, q_len, windowed)
                 s = score(k_fragment, held, lifts, o, k0, k1, scoring.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
@@ -290,8 +298,8 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
 
     @inlined
-    def work_on(warp: int, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
-        shared = cuda.shared.array(shared_floats, float32)
+    def work_on(own: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
+        warp, shared = own
         q_fragment = cuda.local.array(all_words, uint32)
         sums = cuda.local.array(all_sums, float32)
         maxima = cuda.local.array(columns, float32)
@@ -313,7 +321,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     def decode(given: Given) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
-        warp = thread >> 5
-        work_on_share(warp, given.sizes.kv_heads * octets_per_head // octets, given, thread, lane)
+        own = thread >> 5, cuda.shared.array(shared_floats, float32)
+        work_on_share(own, given.sizes.kv_heads * octets_per_head // octets, given, thread, lane)
 
     return make_entry(decode, variant.cascaded)

@@ -325,7 +325,7 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
     block's threads meet before and after they read it."""
     results, per_head, quarter = results_of(queries, head_dim), queries.per_head, head_dim // 4
     per_bundle, token_warps, items = queries.per_bundle, queries.token_warps, queries.per_bundle * quarter
-    heads_per_kv, q_len, per_sequence = queries.heads_per_kv, queries.q_len, queries.per_head
+    heads_per_kv, q_len = queries.heads_per_kv, queries.q_len
     part_of, parts_of, put_part, add_parts = make_parts(queries, head_dim)
     query_of, finish = make_finish(dtype, queries, quarter)
     parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
@@ -356,14 +356,16 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
     add_parts_of_prefix = make_add_parts(place_of_prefix)
 
     @inlined
-    def add_prefix(total: Sum, item: int, query: int, kv_head: int, piece: Piece, given: Given) -> Sum:
-        """A piece's first token is the one behind the prefix."""
-        place = piece.sequence * q_len + query // heads_per_kv
-        group = sequence_of(piece.sequence, given.groups.cu_groups, given.groups.num_groups)
-        tokens = tokens_of_part(group, piece.first, given.groups, per_sequence)
-        num_parts = divide(piece.first + tokens - 1, tokens)
-        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, given)
-        return add_parts_of_prefix(total, parts, item, given.scoring.outer)
+    def put_output(total: Sum, item: int, query: int, kv_head: int, piece: Piece, given: Given) -> None:
+        """Adds what there is of the prefix: a piece's first token is the one behind it."""
+        if cascaded and piece.first > 0:
+            place = piece.sequence * q_len + query // heads_per_kv
+            group = sequence_of(piece.sequence, given.groups.cu_groups, given.groups.num_groups)
+            tokens = tokens_of_part(group, piece.first, given.groups, per_head)
+            num_parts = divide(piece.first + tokens - 1, tokens)
+            parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, given)
+            total = add_parts_of_prefix(total, parts, item, given.scoring.outer)
+        finish(total, item, query, kv_head, piece.sequence, given)
 
     @inlined
     def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
@@ -385,9 +387,7 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
             if query < per_head:
                 total = add_warps(shared, item, given.scoring.outer)
                 if whole:
-                    if cascaded and piece.first > 0:
-                        total = add_prefix(total, item, query, kv_head, piece, given)
-                    finish(total, item, query, kv_head, piece.sequence, given)
+                    put_output(total, item, query, kv_head, piece, given)
                 else:
                     put_part(mine, total, item)
             item += THREADS
@@ -401,9 +401,7 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
                 query, kv_head = query_of(item, piece.bundle)
                 if query < per_head:
                     total = add_parts(NOTHING, parts, item, given.scoring.outer)
-                    if cascaded and piece.first > 0:
-                        total = add_prefix(total, item, query, kv_head, piece, given)
-                    finish(total, item, query, kv_head, piece.sequence, given)
+                    put_output(total, item, query, kv_head, piece, given)
                 item += THREADS
 
     return settle

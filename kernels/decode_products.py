@@ -41,8 +41,8 @@ class Queries(NamedTuple):
     heads_per_kv: int
     q_len: int
     mixed: bool = False  # they are where `cu_seqlens` says; sequences with more or fewer are left out
-    most_at_once: int = 1  # octets that a warp has registers for
-    heads: int = 1  # neighbouring KV heads that a block works on; there is a multiple of so many
+    at_once: int = 1  # octets of a head that a warp works on: it loads K and V once for all of them
+    sharing: int = 1  # warps that work on the same tokens of a bundle, each on other octets of it
     team: int = 1  # blocks that work on the same tokens, each on other bundles; there is a multiple of so many
 
     @property
@@ -58,16 +58,6 @@ class Queries(NamedTuple):
     @property
     def per_octet(self) -> int:
         return min(8, self.per_head)
-
-    @property
-    def at_once(self) -> int:
-        """Octets of a head that a warp works on: it loads K and V once for all of them."""
-        return min(self.most_at_once, -(-self.per_head // 8))
-
-    @property
-    def sharing(self) -> int:
-        """Warps that work on the same tokens of a bundle, each on other octets of it."""
-        return gcd(WARPS, self.octets_per_head // self.at_once * self.heads)
 
     @property
     def octets(self) -> int:
@@ -239,16 +229,8 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Functions for kernels: two 16-bit numbers in a word, as the multiplication wants them. Of K dims `2 * pair` and
     the next of what a lane loaded of a token; of V one dim of two tokens, the first or second of those dims."""
     if kv_dtype is None:
-
-        @inlined
-        def k_pair(words: Any, first: int, pair: int) -> int:
-            return words[first + pair]
-
-        @inlined
-        def v_pair(a: int, b: int, pair: int, second: int) -> int:
-            return pick_bytes(a, b, 0x5410 + second * 0x2222)
-
-        return k_pair, v_pair
+        k_pair = inlined(lambda words, first, pair: words[first + pair])
+        return k_pair, inlined(lambda a, b, pair, second: pick_bytes(a, b, 0x5410 + second * 0x2222))
     lower, upper = EIGHT_BITS[kv_dtype].lower, EIGHT_BITS[kv_dtype].upper
 
     @inlined

@@ -55,19 +55,20 @@ def slots_for(queries: int, shared_bytes: int) -> int:
     return left // (TILE * PITCH)
 
 
-class MmaShared(NamedTuple):
-    """Where things are in shared memory."""
+class Shared(NamedTuple):
+    """Where things are in shared memory; on Hopper from a multiple of `ATOM_BYTES` on."""
 
     queries: int
-    scores: int  # of all parts of numbers, for each 16 queries: 16 bytes a lane for 8 keys
-    arrived: int  # how many parts of a bundle there were before this block's: one float
     tiles: int
-    nbytes: int  # in all
+    scores: int  # of all parts of K's numbers, for each 16 queries: 16 bytes a lane for 8 keys
+    arrived: int  # how many parts of a bundle there were before this block's: one float
+    nbytes: int  # in all, with what alignment takes
 
 
-def mma_shared_of(queries: int, slots: int) -> MmaShared:
+def mma_shared_of(queries: int, slots: int) -> Shared:
     """The shared memory of a block of threads."""
-    return MmaShared(*accumulate((queries * PITCH, 64 * TILE * 4, 16, slots * TILE * PITCH), initial=0))
+    scores, arrived, tiles, nbytes = accumulate((queries * PITCH, 64 * TILE * 4, 16, slots * TILE * PITCH))
+    return Shared(0, tiles, scores, arrived, nbytes)
 
 
 def make_mma_score(dtype: torch.dtype, queries: int, held: bool) -> tuple[Any, Any, int]:
@@ -215,20 +216,8 @@ QUERY_PANEL, KEY_PANEL = WGMMA_QUERIES * ROW_BYTES, TILE * ROW_BYTES
 TILE_BYTES = PANELS * KEY_PANEL
 
 
-class WgmmaShared(NamedTuple):
-    """Where things are in shared memory, from a multiple of `ATOM_BYTES` on."""
-
-    queries: int
-    tiles: int
-    scores: int  # of both warpgroups: for each 16 queries 16 bytes a lane for 8 keys
-    arrived: int
-    end: int
-
-
-WGMMA_SHARED = WgmmaShared(
-    *accumulate((PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * WGMMA_QUERIES * TILE * 4, 16), initial=0)
-)
-WGMMA_BYTES = WGMMA_SHARED.end + ATOM_BYTES  # in all, with the bytes that alignment takes
+_SIZES = PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * WGMMA_QUERIES * TILE * 4, 16 + ATOM_BYTES
+WGMMA_SHARED = Shared(*accumulate(_SIZES, initial=0))
 
 anew = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
 """An address, from which others are worked out each time: there are no registers to keep those in during a loop."""

@@ -17,10 +17,10 @@ from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
 from .decode_products import Piece, Queries
 from .memory import (
-    FLOOR, HALVES, LOG2E, clamp, copy_16, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_shared_f32,
-    maximum, reciprocal, store_4, store_f32x2, store_shared_f32,
+    FLOOR, HALVES, LOG2E, clamp, copy_16, exp2, increment, load_f32, load_fresh_f32, load_fresh_f32x4,
+    load_shared_f32, maximum, reciprocal, store_4, store_f32x2, store_shared_f32,
 )  # fmt: skip
-from .softmax import Softmax, sum_weights
+from .softmax import Softmax, Visible, sum_weights
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -28,21 +28,11 @@ TOGETHER = THREADS // 8  # queries, or keys, that a block's threads copy at a ti
 PREFILL_QUERIES = 64  # of a block of threads
 
 
-class Bundles(Queries):
-    """The queries of a sequence in decode: 16, 32 or 64 are a bundle, on which all warps of a block work."""
-
-    @property
-    def at_once(self) -> int:
-        return next((octets for octets in (2, 4) if self.per_head <= octets * 8), 8)
-
-    @property
-    def sharing(self) -> int:
-        return 1
-
-
 def bundles_of(variant: Variant) -> Queries:
-    """How decode's queries are worked on."""
-    return Bundles(variant.heads_per_kv, variant.q_len, variant.mixed).in_teams(1)
+    """How decode's queries are worked on: 16, 32 or 64 are a bundle, on which all warps of a block work."""
+    per_head = variant.heads_per_kv * variant.q_len
+    at_once = next((octets for octets in (2, 4) if per_head <= octets * 8), 8)
+    return Queries(variant.heads_per_kv, variant.q_len, variant.mixed, at_once).in_teams(1)
 
 
 def latent_queries(variant: Variant) -> int:
@@ -135,6 +125,22 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
                 copy(to, tile, line, address_of(token, homes[turn], job.k), thread)
 
     return copy_queries, look_up, copy_tile, turns
+
+
+def make_visible(variant: Variant) -> Any:
+    """A function for kernels: the keys that a lane's two queries see, of a number and 8 further on, among those of
+    a sequence's last tokens that share a KV head; queries that are missing see as much as the last."""
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
+
+    @inlined
+    def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
+        high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
+        high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
+        low0 = max(first, high0 - window) if windowed else first
+        low1 = max(first, high1 - window) if windowed else first
+        return Visible(low0, high0, low1, high1)
+
+    return visible_of
 
 
 MERGED = THREADS * 4 // LATENT_V_DIM  # queries whose parts a block's threads add up at a time, a thread 4 dims of one

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .compiler import float32, inlined, instruction, instruction_on_address
+from .compiler import float32, inlined, instruction
 
 KINDS: dict[str, tuple[str, Any, Any]] = {
     "u32": ("r", ctypes.c_uint32, np.uint32),
@@ -60,14 +60,6 @@ def make_store(where: str, kind: str, count: int = 1) -> Any:
     )
 
 
-def _load_i32(address: int) -> int:
-    return ctypes.c_int32.from_address(int(address)).value
-
-
-def _store_i32(address: int, value: int) -> None:
-    ctypes.c_int32.from_address(int(address)).value = int(value)
-
-
 def _trap() -> None:
     raise RuntimeError("trap: a kernel was asked to write where it must not")
 
@@ -79,11 +71,15 @@ def _increment(address: int, last: int) -> int:
     return old
 
 
-load_i32 = instruction(
-    "{ .reg .s32 t; ld.global.nc.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32, reads_only=True
-)
+def _load_i32(asm: str, *, reads_only: bool = False) -> Any:
+    return instruction(
+        asm, "l", "l", lambda address: ctypes.c_int32.from_address(int(address)).value, reads_only=reads_only
+    )
+
+
+load_i32 = _load_i32("{ .reg .s32 t; ld.global.nc.s32 t, [$1]; cvt.s64.s32 $0, t; }", reads_only=True)
 # An integer that this launch may write to.
-load_counter = instruction("{ .reg .s32 t; ld.global.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32)
+load_counter = _load_i32("{ .reg .s32 t; ld.global.s32 t, [$1]; cvt.s64.s32 $0, t; }")
 load_f32 = make_load("global.nc", "f32", reads_only=True)
 load_4, load_8 = (make_load("global.nc", "u32", count, reads_only=True) for count in (1, 2))
 load_16_cached = make_load("global.nc", "u32", 4, reads_only=True)  # neighbours of these bytes are read again soon
@@ -117,8 +113,14 @@ def _copy_16(target: int, source: int) -> None:
     ctypes.memmove(int(target), int(source), 16)
 
 
-shared_address = instruction_on_address("cvta.to.shared.u64 $0, $1;", lambda array: array.ctypes.data)
-"""The address of a shared array, as instructions on shared memory want it."""
+_to_shared = instruction("cvta.to.shared.u64 $0, $1;", "l", "l", lambda address: address, pure=True)
+
+
+@inlined
+def shared_address(array: Any) -> int:
+    """The address of a shared array, as instructions on shared memory want it."""
+    return _to_shared(array.ctypes.data)
+
 
 copy_16 = instruction(
     "{ .reg .u32 a; cvt.u32.u64 a, $0; cp.async.cg.shared.global.L2::256B [a], [$1], 16; }", "", "ll", _copy_16
@@ -144,11 +146,10 @@ load_shared_f32, load_shared_f32x4 = (make_load("shared", "f32", count) for coun
 load_shared_8 = make_load("volatile.shared", "u32", 2, reads_only=True)
 
 store_shared_i32 = instruction(
-    "{ .reg .u32 a, v; cvt.u32.u64 a, $0; cvt.u32.u64 v, $1; st.shared.u32 [a], v; }", "", "ll", _store_i32
-)
-load_shared_i32 = instruction(
-    "{ .reg .u32 a; .reg .s32 v; cvt.u32.u64 a, $1; ld.shared.s32 v, [a]; cvt.s64.s32 $0, v; }", "l", "l", _load_i32
-)
+    "{ .reg .u32 a, v; cvt.u32.u64 a, $0; cvt.u32.u64 v, $1; st.shared.u32 [a], v; }", "", "ll",
+    lambda address, value: ctypes.memmove(int(address), ctypes.byref(ctypes.c_int32(int(value))), 4),
+)  # fmt: skip
+load_shared_i32 = _load_i32("{ .reg .u32 a; .reg .s32 v; cvt.u32.u64 a, $1; ld.shared.s32 v, [a]; cvt.s64.s32 $0, v; }")
 
 LOG2E = 1.4426950408889634
 NEGATIVE_INFINITY = float("-inf")
@@ -171,35 +172,9 @@ def _float16_bits(low: float, high: float) -> Any:
         return np.array((low, high), np.float32).astype(np.float16).view(np.uint32)[0]
 
 
-def bfloat16_values(bits: Any) -> Any:
-    """The floats that an array of uint16 stands for."""
-    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def float16_values(bits: Any) -> Any:
-    """The floats that an array of uint16 stands for."""
-    return np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
-
-
-def _exp2(x: float) -> Any:
-    return np.float32(math.exp2(x) if x < 128 else x * math.inf)
-
-
-def _log2(x: float) -> Any:
-    return np.float32(math.log2(x) if x > 0 else x * math.inf - math.inf)
-
-
 def _raising(x: float) -> tuple[Any, Any]:
     exponent = max(int(np.float32(x).view(np.uint32)) >> 23 & 255, 15)
     return np.float32(2.0 ** (141 - exponent)), np.float32(2.0 ** (exponent - 141))
-
-
-def _reciprocal(x: float) -> Any:
-    return np.float32(1 / float(x) if x else math.copysign(math.inf, x))
-
-
-def _fma(a: float, b: float, c: float) -> Any:
-    return np.float32(float(a) * float(b) + float(c))
 
 
 def _pick_bytes(a: int, b: int, selector: int) -> Any:
@@ -208,11 +183,19 @@ def _pick_bytes(a: int, b: int, selector: int) -> Any:
     return np.uint32(low | second << 8 | third << 16 | high << 24)
 
 
-exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", _exp2, pure=True)  # to 2 units in the last place
-log2 = instruction("lg2.approx.ftz.f32 $0, $1;", "f", "f", _log2, pure=True)  # to 22 bits
-reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", _reciprocal, pure=True)  # to 1 unit in the last place
+# To 2 units in the last place, to 22 bits, and to 1 unit in the last place.
+exp2, log2, reciprocal = (
+    instruction(f"{name}.approx.ftz.f32 $0, $1;", "f", "f", meaning, pure=True)
+    for name, meaning in (
+        ("ex2", lambda x: np.float32(math.exp2(x) if x < 128 else x * math.inf)),
+        ("lg2", lambda x: np.float32(math.log2(x) if x > 0 else x * math.inf - math.inf)),
+        ("rcp", lambda x: np.float32(1 / float(x) if x else math.copysign(math.inf, x))),
+    )
+)
 maximum = instruction("max.f32 $0, $1, $2;", "f", "ff", lambda a, b: np.float32(max(a, b)), pure=True)
-fma = instruction("fma.rn.f32 $0, $1, $2, $3;", "f", "fff", _fma, pure=True)  # a * b + c, rounded once
+fma = instruction(  # a * b + c, rounded once
+    "fma.rn.f32 $0, $1, $2, $3;", "f", "fff", lambda a, b, c: np.float32(float(a) * float(b) + float(c)), pure=True
+)
 
 # The power of 2 that brings a number into f16's highest but one, from 2**14 on (or nearer to it, from below 2**-112),
 # and the power that takes it back.
@@ -258,10 +241,16 @@ class Format(NamedTuple):
     values: Any  # the floats that an array of uint16 stands for, in the simulator
 
 
-def _half(asm: str, values: Any, shift: int) -> Any:
-    """The float in half of a word."""
-    table = values(np.arange(1 << 16))
-    return instruction(asm, "f", "r", lambda word: table[int(word) >> shift & 0xFFFF], pure=True)
+def _half(dtype: torch.dtype, bits_of: Any, low: str, high: str) -> Format:
+    """A format of 16 bits: its floats' meaning in a word, and the instructions that give a half of one."""
+    name = "bf16" if dtype == torch.bfloat16 else "f16"
+    table = torch.arange(1 << 16).to(torch.int16).view(dtype).float().numpy()
+    return Format(
+        name, 2, instruction(f"cvt.rn.{name}x2.f32 $0, $2, $1;", "r", "ff", bits_of, pure=True),
+        instruction(low, "f", "r", lambda word: table[int(word) & 0xFFFF], pure=True),
+        instruction(high, "f", "r", lambda word: table[int(word) >> 16], pure=True),
+        lambda bits: table[np.asarray(bits, np.uint16)],
+    )  # fmt: skip
 
 
 FORMATS = {
@@ -270,15 +259,13 @@ FORMATS = {
         instruction("mov.b32 $0, $1;", "r", "ff", lambda value, _: np.float32(value).view(np.uint32), pure=True),
         instruction("mov.b32 $0, $1;", "f", "r", lambda word: np.uint32(word).view(np.float32), pure=True), None, None,
     ),
-    torch.bfloat16: Format(
-        "bf16", 2, instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", "ff", _bfloat16_bits, pure=True),
-        _half("{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", bfloat16_values, 0),
-        _half("{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }", bfloat16_values, 16), bfloat16_values,
+    torch.bfloat16: _half(
+        torch.bfloat16, _bfloat16_bits, "{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }",
+        "{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }",
     ),
-    torch.float16: Format(
-        "f16", 2, instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "r", "ff", _float16_bits, pure=True),
-        _half("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", float16_values, 0),
-        _half("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", float16_values, 16), float16_values,
+    torch.float16: _half(
+        torch.float16, _float16_bits, "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }",
+        "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }",
     ),
 }  # fmt: skip
 

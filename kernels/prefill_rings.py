@@ -64,13 +64,8 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
     assert num_slots.bit_count() == 1
     mask, shift = num_slots - 1, num_slots.bit_length() - 1
 
-    @inlined
-    def full(ring: Ring, n: int) -> int:
-        return ring.barriers + (n & mask) * 8
-
-    @inlined
-    def empty(ring: Ring, n: int) -> int:
-        return ring.barriers + (num_slots + (n & mask)) * 8
+    full: Any = inlined(lambda ring, n: ring.barriers + (n & mask) * 8)
+    empty: Any = inlined(lambda ring, n: ring.barriers + (num_slots + (n & mask)) * 8)
 
     @inlined
     def init(ring: Ring) -> None:
@@ -266,19 +261,20 @@ def tile_of(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 112 if head_dim <= 192 else 80
 
 
-class Slots(NamedTuple):
-    """The slots of each ring."""
+class Rings(NamedTuple):
+    """All rings of a block of threads: a `Ring` each, the functions on it, or how many slots it has."""
 
-    queries: int  # jobs whose queries there is room for
-    k: int
-    v: int
+    jobs: Any
+    queries: Any  # jobs whose queries there is room for
+    k: Any
+    v: Any
 
 
-def slots_of(head_dim: int) -> Slots:
+def slots_of(head_dim: int) -> Rings:
     """What shared memory has room for. A tile of V is held longer than one of K."""
     if head_dim <= 64:
-        return Slots(2, 4, 4)
-    return Slots(1, 2, 4 if head_dim <= 128 else 2)
+        return Rings(JOBS, 2, 4, 4)
+    return Rings(JOBS, 1, 2, 4 if head_dim <= 128 else 2)
 
 
 class Shared(NamedTuple):
@@ -304,24 +300,15 @@ def shared_of(head_dim: int) -> Shared:
     """The shared memory of a block of threads."""
     slots, tile = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim))
     queries = slots.queries * tile_bytes(head_dim, QUERIES)
-    barriers = [count * BARRIER_BYTES for count in (*slots, JOBS)]
+    barriers = [count * BARRIER_BYTES for count in (*slots[1:], JOBS)]
     return Shared(*accumulate((queries, slots.k * tile, slots.v * tile, JOBS * JOB_BYTES, *barriers), initial=0))
-
-
-class Rings(NamedTuple):
-    """All rings of a block of threads, a `Ring` each; or the functions on them, a `RingUse` each."""
-
-    jobs: Any
-    queries: Any
-    k: Any
-    v: Any
 
 
 def make_rings(head_dim: int) -> Rings:
     """The functions on a block's rings."""
     slots, tile, consumers = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim)), 4 * CONSUMERS
     return Rings(
-        make_ring(JOBS, JOB_BYTES, 2 + consumers),  # the warps that bring K and V read jobs as well
+        make_ring(slots.jobs, JOB_BYTES, 2 + consumers),  # the warps that bring K and V read jobs as well
         make_ring(slots.queries, tile_bytes(head_dim, QUERIES), consumers),
         make_ring(slots.k, tile, consumers),
         make_ring(slots.v, tile, consumers),

@@ -21,7 +21,6 @@ adds. e4m3's NaN, which `quantize` never writes, reads as 480 or -480 that way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,18 +143,12 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype =
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)
 
 
-def _e4m3_value(code: int) -> float:
-    exponent, fraction = code >> 3 & 15, code & 7
-    size = math.ldexp(8 + fraction, exponent - 10) if exponent else math.ldexp(fraction, -9)
-    return math.copysign(size, -(code >> 7))
-
-
-def _e4m3_or_nan(code: int) -> float:
-    return math.nan if code & 127 == 127 else _e4m3_value(code)
-
-
-def _int8_value(code: int) -> float:
-    return float(code - (code >> 7 << 8))
+# What codes stand for, in the simulator; of e4m3 also as shifted bits read.
+_INT8_VALUES, _E4M3_VALUES = (
+    torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy() for dtype in (torch.int8, torch.float8_e4m3fn)
+)
+_E4M3_SHIFTED = _E4M3_VALUES.copy()
+_E4M3_SHIFTED[[127, 255]] = 480, -480
 
 
 def _e4m3_code(value: float) -> Any:
@@ -169,13 +162,12 @@ def _int8_code(value: float) -> Any:
     return np.uint32(round(max(min(float(value), 127.0), -127.0)) & 0xFFFFFFFF)
 
 
-def _number(value_of: Callable[[int], float], index: int) -> Any:
-    table = [np.float32(value_of(code)) for code in range(256)]
-    return lambda word: table[int(word) >> 8 * index & 255]
+def _number(values: Any, index: int) -> Any:
+    return lambda word: values[int(word) >> 8 * index & 255]
 
 
-def _pair(value_of: Callable[[int], float]) -> Any:
-    table = [int(np.float32(value_of(code)).view(np.uint32)) >> 16 for code in range(256)]
+def _pair(values: Any) -> Any:
+    table = [int(bits) >> 16 for bits in values.view(np.uint32)]
 
     def pair(a: int, b: int, selector: int) -> Any:
         there, chosen = int(a) | int(b) << 32, int(selector)
@@ -185,8 +177,8 @@ def _pair(value_of: Callable[[int], float]) -> Any:
     return pair
 
 
-def _half_of_word(value_of: Callable[[int], float], shift: int) -> Any:
-    table = [int(np.float16(value_of(code)).view(np.uint16)) for code in range(256)]
+def _half_of_word(values: Any, shift: int) -> Any:
+    table = [int(bits) for bits in values.astype(np.float16).view(np.uint16)]
     return lambda word: np.uint32(table[int(word) >> shift & 255] | table[int(word) >> shift + 8 & 255] << 16)
 
 
@@ -198,7 +190,7 @@ def _e4m3_half(index: int) -> Any:
     """Two of a word's numbers as f16; 0: the lower, 1: the upper."""
     return instruction(
         f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {'lh'[index]}; }}",
-        "r", "r", _half_of_word(_e4m3_or_nan, 16 * index), pure=True,
+        "r", "r", _half_of_word(_E4M3_VALUES, 16 * index), pure=True,
         before_hopper=f"{{ .reg .b32 p, m, s; prmt.b32 p, $1, 0, {('0x1404', '0x3424')[index]}; shr.u32 m, p, 1; "
         "and.b32 m, m, 0x3f803f80; lop3.b32 m, p, 0x80008000, m, 0xea; mov.b32 s, 0x5c005c00; mul.rn.f16x2 $0, m, s; }",
     )  # fmt: skip
@@ -209,7 +201,7 @@ def _int8_half(index: int) -> Any:
     return instruction(
         "{ .reg .b32 p, s; xor.b32 p, $1, 0x80808080; mov.b32 s, 0x64646464; "
         f"prmt.b32 p, p, s, {('0x4140', '0x4342')[index]}; mov.b32 s, 0x64806480; sub.rn.f16x2 $0, p, s; }}",
-        "r", "r", _half_of_word(_int8_value, 16 * index), pure=True,
+        "r", "r", _half_of_word(_INT8_VALUES, 16 * index), pure=True,
     )  # fmt: skip
 
 
@@ -229,7 +221,7 @@ EIGHT_BITS = {
             instruction(
                 f"{{ .reg .b32 t, m; shl.b32 t, $1, {24 - 8 * index}; shr.u32 m, t, 4; and.b32 m, m, 0x07f00000; "
                 "lop3.b32 m, t, 0x80000000, m, 0xea; .reg .f32 f; mov.b32 f, m; mul.f32 $0, f, 0f7B800000; }",
-                "f", "r", _number(_e4m3_value, index), pure=True,
+                "f", "r", _number(_E4M3_SHIFTED, index), pure=True,
             )
             for index in range(4)
         ),
@@ -237,7 +229,7 @@ EIGHT_BITS = {
             "{ .reg .b32 p, m, s, z; prmt.b32 p, $1, $2, $3; shr.u32 m, p, 4; and.b32 m, m, 0x07f007f0; "
             "lop3.b32 m, p, 0x80008000, m, 0xea; mov.b32 s, 0x7b807b80; mov.b32 z, 0x80008000; "
             "fma.rn.bf16x2 $0, m, s, z; }",
-            "r", "rrr", _pair(_e4m3_value), pure=True,
+            "r", "rrr", _pair(_E4M3_SHIFTED), pure=True,
         ),
         _e4m3_half(0),
         _e4m3_half(1),
@@ -255,7 +247,7 @@ EIGHT_BITS = {
         tuple(
             instruction(
                 f"{{ .reg .s32 t; bfe.s32 t, $1, {8 * index}, 8; cvt.rn.f32.s32 $0, t; }}",
-                "f", "r", _number(_int8_value, index), pure=True,
+                "f", "r", _number(_INT8_VALUES, index), pure=True,
             )
             for index in range(4)
         ),
@@ -263,7 +255,7 @@ EIGHT_BITS = {
         instruction(
             "{ .reg .b32 p, m, s, n; prmt.b32 p, $1, $2, $3; lop3.b32 m, p, 0x007f007f, 0x43004300, 0xea; "
             "lop3.b32 s, p, 0x00800080, 0x43004300, 0xea; mov.b32 n, 0xbf80bf80; fma.rn.bf16x2 $0, s, n, m; }",
-            "r", "rrr", _pair(_int8_value), pure=True,
+            "r", "rrr", _pair(_INT8_VALUES), pure=True,
         ),
         _int8_half(0),
         _int8_half(1),

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from .appending import AppendAddresses, AppendShape, AppendVariant, Rotation, Turning, make_append, make_changing_append
 from .checks import (
-    ALIGNMENT, Geometry, Key, check_block_table, check_cache, check_indices, check_new, check_rotation, check_scales,
-    check_written, keys, refuse_alignment,
+    ALIGNMENT, Geometry, Key, Plans, check_block_table, check_cache, check_indices, check_new, check_rotation,
+    check_scales, check_written, keys, refuse_alignment,
 )  # fmt: skip
 from .compiler import Kernel
 from .launches import Launch, index_of, multiprocessors
-from .plans import Plans
 from .quantized import LARGEST
 from .row_copy import THREADS, tokens_of_block
 

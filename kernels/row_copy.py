@@ -15,12 +15,12 @@ from torch import Tensor
 
 from .arguments import Steps
 from .checks import (
-    ALIGNMENT, Geometry, Key, check_cache, check_device, check_indices, check_integer, check_written, refuse_alignment,
+    ALIGNMENT, Geometry, Key, Plans, check_cache, check_device, check_indices, check_integer, check_written,
+    refuse_alignment,
 )  # fmt: skip
 from .compiler import Kernel, inlined, uint32
 from .launches import MOST_BLOCKS, Launch, index_of, multiprocessors
 from .memory import load_16, load_i32, store_16
-from .plans import Plans
 
 THREADS = 128  # threads that move a token
 IN_FLIGHT = 8  # vectors of a thread that are loaded before the first of them is stored
@@ -56,22 +56,14 @@ def move_heads(source: int, target: int, source_head: int, target_head: int, vec
         vector += THREADS
 
 
-@inlined
-def move_nothing(
-    source: int, source_token: int, source_head: int, places: Any, target_head: int, count: int, thread: int
-) -> None:
-    """What `make_move_tokens` gives where tokens have no heads."""
-
-
 def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
     """A function for kernels by which `THREADS` threads copy some tokens' heads; narrow tokens several at once.
 
     A token and a head have so many 16-byte vectors; 0: there is nothing to copy, as V of latents. `place_of` is an
     inlined function of the caller's `places` and a token's index: where that token goes.
     """
-    if not vectors:
-        return move_nothing
-    step = at_once(vectors)
+    step = at_once(vectors) if vectors else 1
+    head_vectors = head_vectors or 1
     num_words, last = 4 * IN_FLIGHT, (IN_FLIGHT - 1) * step
 
     @inlined
@@ -84,7 +76,7 @@ def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
         vector = thread - first * vectors
         if first >= step:  # threads that are left over
             vector = vectors
-        while vector < vectors:
+        while vectors and vector < vectors:
             head = vector // head_vectors
             inside = (vector - head * head_vectors) * 16
             from_head = source + head * source_head + inside
@@ -210,14 +202,11 @@ class Places(NamedTuple):
     token_stride: int
 
 
-@inlined
-def place_of(places: Places, index: int) -> int:
-    return places.first + index * places.token_stride
-
-
 def make_copy(vectors: int, head_vectors: int) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
-    move_tokens = make_move_tokens(vectors, head_vectors, place_of)
+    move_tokens = make_move_tokens(
+        vectors, head_vectors, inlined(lambda places, index: places.first + index * places.token_stride)
+    )
 
     def kernel(at: CopyAddresses, shape: CopyShape) -> None:
         token, copied = cuda.blockIdx.x * shape.tokens, cuda.blockIdx.y * 4

@@ -1,25 +1,34 @@
-"""decode: attention of the newest tokens of each sequence to all of its tokens, in rows or by a block table."""
+"""decode: attention of the newest tokens of each sequence to all of its tokens, in rows or by a block table.
+
+And what all attention has in common: checks, the choice of a kernel, launches, and plans of decode, also for latents.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import LATENT_DIM, Variant, structs_of
+from .arguments import ARGUMENTS, LATENT_DIM, LATENT_V_DIM, Maps, Variant, structs_of
+from .checks import (
+    ALIGNMENT, Geometry, Key, Plans, check_attention, check_block_table, check_indices, check_integer, check_sinks,
+    refuse_alignment,
+)  # fmt: skip
 from .compiler import Kernel
 from .decode_mma import blocks_that_fit, make_decode, queries_of, shared_bytes_of
 from .decode_parts import part_bytes
 from .decode_products import THREADS, Queries
-from .latents import latent_queries
-from .launches import multiprocessors
+from .latent_products import WGMMA_QUERIES, WGMMA_SHARED, mma_blocks_per_sm, mma_shared_of, slots_for
+from .latents import THREADS as LATENT_THREADS
+from .latents import bundles_of, latent_queries
+from .launches import Launch, Workspace, index_of, maps_of, most_shared_bytes, multiprocessors
+from .memory import LOG2E
 from .plain import plain_kernel
-from .plans import (
-    Call, Geometries, Keys, Plan, Plans, check_call, choose_kernel, define_operator, launch, output_like, prepare,
-)  # fmt: skip
-from .row_latents import best_latents, latent_decode_plan
+from .row_latents import make_decode as make_latent_decode
+from .row_latents import make_prefill as make_latent_prefill
 
 MAX_QUERIES = 8  # tokens of a sequence that `decode` takes; more are a prompt
 
@@ -88,9 +97,6 @@ def _decode(*arguments: Any) -> None:
     launch(*_calls.find(arguments[:12], *arguments[12:]))
 
 
-define_operator("decode", _decode, "float? scale, int window, float softcap, str kernel")
-
-
 @lru_cache(1024)
 def prepare_decode(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
@@ -103,7 +109,7 @@ def prepare_decode(scale: float | None, window: int, softcap: float, name: str, 
         batch, q_len, num_heads, _ = given.q.shape
         plan = Plan(plain_kernel(variant), (batch * q_len, num_heads))
     else:
-        plan = latent_decode_plan(given, variant, name) if latents else decode_plan(given, variant)
+        plan = decode_plan(given, variant, name)
     return prepare(plan, given, scale, window, softcap)
 
 
@@ -133,8 +139,11 @@ def variant_of(
     return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, block_size, *kind)
 
 
-def decode_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
-    """The plan of a call on tensor cores, with so many bytes of room behind that for its own partial results."""
+def decode_plan(given: Geometries, variant: Variant, name: str = "auto", more_bytes: int = 0) -> Plan:
+    """The plan of a call on tensor cores, with so many bytes of room behind that for its own partial results. Of
+    latents by the kernel of this name."""
+    if variant.head_dim == LATENT_DIM:
+        return latent_decode_plan(given, variant, name)
     kv_heads = given.k.shape[2]
     queries = queries_of(variant, kv_heads)
     blocks = queries.grid(multiprocessors(given.q.device) * blocks_that_fit(variant, queries))
@@ -149,3 +158,194 @@ def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     fit, room = blocks_that_fit(variant, queries), shared_bytes_of(variant, queries)
     structs = structs_of(variant)
     return Kernel(make_decode, (variant, queries), structs, THREADS, blocks_per_sm=fit, shared_bytes=room)
+
+
+def best_latents(given: Geometries, queries: int) -> tuple[str, ...]:
+    """The kernels on tensor cores for a call with so many queries in a block of threads. Heads must fill matrices of
+    16, and shared memory must have room for two tiles."""
+    room = slots_for(queries, most_shared_bytes(given.q.device)) >= 2
+    if given.q.shape[-2] % 16 or not room:
+        return ()
+    return ("wgmma", "mma") if queries == WGMMA_QUERIES else ("mma",)
+
+
+def latent_decode_plan(given: Geometries, variant: Variant, name: str) -> Plan:
+    """The plan of a decode on tensor cores, by the kernel of this name; "auto": by the best."""
+    bundles = bundles_of(variant)
+    name = choose_kernel(name, given, best_latents(given, bundles.per_bundle))
+    kernel = latent_kernel(name, variant, most_shared_bytes(given.q.device))
+    blocks = bundles.grid(multiprocessors(given.q.device) * kernel.blocks_per_sm)
+    counters = given.seq_lens.shape[0] * bundles.bundles(1)
+    return Plan(kernel, (blocks, 1), 2 * blocks * part_bytes(bundles, LATENT_V_DIM), counters)
+
+
+@cache
+def latent_kernel(name: str, variant: Variant, shared_bytes: int) -> Kernel:
+    """The kernel on tensor cores of this name, for devices with so much shared memory a block: of decode where the
+    variant says how many queries there are, else of prefill."""
+    factory = make_latent_decode if variant.q_len else make_latent_prefill
+    if name == "wgmma":
+        return Kernel(factory, (variant, 0), ARGUMENTS, LATENT_THREADS, shared_bytes=WGMMA_SHARED.nbytes, hopper=True)
+    queries = latent_queries(variant)
+    slots, blocks_per_sm = slots_for(queries, shared_bytes), mma_blocks_per_sm(queries, shared_bytes)
+    room = mma_shared_of(queries, slots).nbytes
+    return Kernel(factory, (variant, slots), ARGUMENTS, LATENT_THREADS, blocks_per_sm=blocks_per_sm, shared_bytes=room)
+
+
+LARGEST_SOFTCAP = 10_000  # scores are this times a `tanh` that is exact to 2**-22: of larger ones too little is left
+Keys = tuple[Key | None, ...]  # of what a call is given, in the order of `Geometries`
+
+
+class Geometries(NamedTuple):
+    """The tensors of a call, without data, in the order of `Addresses`."""
+
+    q: Geometry
+    k: Geometry
+    v: Geometry
+    out: Geometry
+    cu_seqlens: Geometry | None
+    seq_lens: Geometry
+    rows: Geometry | None
+    starts: Geometry | None
+    block_table: Geometry | None
+    sinks: Geometry | None
+    k_scales: Geometry | None
+    v_scales: Geometry | None
+
+
+class Plan(NamedTuple):
+    """The kernel for a call, its grid, and its workspace."""
+
+    kernel: Kernel
+    blocks: tuple[int, int]
+    partial_bytes: int = 0
+    counters: int = 0
+    box_tokens: int = 0  # of a copy by tensor map; 0: the kernel takes no tensor maps
+
+
+def choose_kernel(kernel: str, given: Geometries, best: tuple[str, ...]) -> str:
+    """The kernel to use: what was asked for, or else the best that the device has; `ValueError` if it cannot be."""
+    possible, dtype, device = ["plain"], given.q.dtype, given.q.device
+    if dtype != torch.float32:  # tensor cores would round it
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        if capability < (8, 0):
+            raise ValueError(f"got {device} of compute capability {capability}; it must be 8.0 or later")
+        possible = [name for name in best if name == "mma" or capability == (9, 0)] + possible
+    if kernel == "auto":
+        return possible[0]
+    if kernel not in possible:
+        raise ValueError(
+            f"got kernel {kernel!r} for q of {dtype}, k of {given.k.dtype} on {device} and these strides; it must be "
+            f"one of auto, {', '.join(possible)}"
+        )
+    return kernel
+
+
+def check_call(keys: Keys) -> Geometries:
+    """Raises `ValueError` or `TypeError` where tensors do not fit together."""
+    geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
+    q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales = geometries
+    check_attention(q, k, v, out, k_scales, v_scales)
+    given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
+    check_indices(q.device, seq_lens.shape[:1], **{name: tensor for name, tensor in given.items() if tensor})
+    if cu_seqlens:
+        check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
+    if block_table:
+        check_block_table(q.device, block_table, k)
+    batch, there = seq_lens.shape[0], (block_table or k).shape[0]
+    if rows is None and batch > there:
+        raise ValueError(f"got {batch} sequences without rows, of which there are {there}; rows must be given")
+    if batch == 0 and q.shape[0]:
+        raise ValueError(f"got q {list(q.shape)} and no sequences; there must be one for each token")
+    if sinks:
+        check_sinks(sinks, q)
+    return geometries
+
+
+def output_like(q: torch.Tensor) -> torch.Tensor:
+    """Room for the result: like `q`, but for latents, whose V is narrower than K."""
+    return torch.empty_like(q) if q.shape[-1] != LATENT_DIM else q.new_empty(*q.shape[:-1], LATENT_V_DIM)
+
+
+def sizes_of(given: Geometries) -> tuple[int, ...]:
+    """The fields of `Sizes`."""
+    q, k, v, out = given[:4]
+    ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
+    steps = (
+        (q.dtype.itemsize, (*ragged, *q.strides[:-1])),
+        (k.dtype.itemsize, (*k.strides[:3], *v.strides[:3])),
+        (out.dtype.itemsize, (*ragged, *out.strides[:-1])),
+        *((4, scales.strides if scales else (0, 0, 0)) for scales in (given.k_scales, given.v_scales)),
+    )
+    table = given.block_table.strides[0] * 4 if given.block_table else 0
+    strides = [size * stride for size, strides in steps for stride in strides]
+    return given.seq_lens.shape[0], k.shape[2], table, *strides
+
+
+class Call(NamedTuple):
+    """A plan with all its arguments but addresses."""
+
+    launch: Launch
+    workspace: Workspace | None  # where its parts and counters are, if it needs any
+    maps: Callable[[int, int], Maps] | None  # tensor maps of K and V at two addresses, if the kernel takes them
+    latents: bool  # V is a view of K
+
+
+def prepare(
+    plan: Plan, given: Geometries, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
+) -> Call:
+    """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
+    given."""
+    head_dim, index = given.q.shape[-1], index_of(given.q.device)
+    latents = head_dim == LATENT_DIM
+    if latents and scale is None:
+        raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
+    # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    window, softcap = check_integer("window", window), float(softcap)
+    inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
+        raise ValueError(
+            f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
+            f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
+            "must not be too small or too great for fp32, nor window for 64 bits"
+        )
+    maps = maps_of(given.k, given.v, plan.box_tokens) if plan.box_tokens else None
+    addresses = [None if each else 0 for each in given]
+    workspace = Workspace(index, plan.partial_bytes, plan.counters) if plan.counters else None
+    room = (None, None) if workspace else (0, 0)
+    fixed = *sizes_of(given), window, inner, outer
+    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *fixed, *groups)
+    return Call(Launch(plan.kernel, plan.blocks, index, arguments), workspace, maps, latents)
+
+
+def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None, groups: tuple[int, ...] = ()) -> None:
+    """Runs a call on the current stream, with the addresses of the tensors that are given.
+
+    `room` has the addresses of its workspace, if another call's is to be used; `groups` those in `Groups`.
+    """
+    q, k, v, out, *_ = addresses
+    if (q | k | v | out) % ALIGNMENT:
+        refuse_alignment(q, k, v, out)
+    if call.latents and k != v:
+        raise ValueError(f"got latents k at {k:#x} and v at {v:#x}; v must be their view k[..., :{LATENT_V_DIM}]")
+    if room is None:
+        room = call.workspace.room() if call.workspace else ()
+    maps = call.maps(k, v) if call.maps else ()
+    call.launch.run(*maps, *addresses, *room, *groups)
+
+
+TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor? cu_seqlens, Tensor seq_lens, Tensor? rows, Tensor? starts, "
+    "Tensor? block_table, Tensor? sinks, Tensor? k_scales, Tensor? v_scales"
+)
+
+
+def define_operator(name: str, run: Callable[..., None], options: str) -> None:
+    """Makes torch's operator `vmmkv::name`, opaque to `torch.compile`, of a function of `Geometries` and options."""
+    schema = f"({TENSORS}, {options}) -> ()"
+    torch.library.custom_op(f"vmmkv::{name}", run, mutates_args=("out",), schema=schema)
+
+
+define_operator("decode", _decode, "float? scale, int window, float softcap, str kernel")

@@ -1,30 +1,22 @@
-"""decode and prefill over MLA's latents: which kernel a call gets, and the kernels, whichever instructions multiply.
+"""The kernels of decode and prefill over MLA's latents, whichever instructions multiply.
 
 decode cuts the work as for other heads (`decode_parts`); prefill has a block of threads for each 64 queries.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from numba import cuda
 
-from .arguments import (
-    ARGUMENTS, LATENT_V_DIM, Given, Variant, first_query, first_token, head_in, make_entry, make_ragged, num_queries,
-    row_of,
-)  # fmt: skip
-from .compiler import Kernel, float32, inlined, uint32
-from .decode_parts import Share, make_share_work, part_bytes
+from .arguments import Given, Variant, first_query, first_token, head_in, make_entry, make_ragged, num_queries, row_of
+from .compiler import float32, inlined, uint32
+from .decode_parts import Share, make_share_work
 from .decode_products import UNIT, Piece
-from .latent_products import WGMMA_BYTES, WGMMA_QUERIES, make_attend, mma_blocks_per_sm, mma_shared_of, slots_for
-from .latents import (
-    PREFILL_QUERIES, THREADS, Job, bundles_of, dims_of, latent_queries, make_put, make_settle, part_of, sums_of,
-)  # fmt: skip
-from .launches import most_shared_bytes, multiprocessors
+from .latent_products import make_attend
+from .latents import PREFILL_QUERIES, Job, bundles_of, dims_of, make_put, make_settle, make_visible, part_of, sums_of
 from .memory import load_i32, shared_address
-from .plans import Geometries, Plan, choose_kernel
-from .softmax import make_visible, visible_before
+from .softmax import Visible
 
 
 def make_decode(variant: Variant, slots: int) -> Any:
@@ -33,7 +25,7 @@ def make_decode(variant: Variant, slots: int) -> Any:
     bundles = bundles_of(variant)
     queries, count, q_len, num_bundles = bundles.per_bundle, bundles.per_head, variant.q_len, bundles.bundles(1)
     num_sums, strips, dims, mixed = sums_of(queries), queries // 16, dims_of(queries), variant.mixed
-    settle, visible_of = make_settle(variant, bundles, arrived), make_visible(variant, 8)
+    settle, visible_of = make_settle(variant, bundles, arrived), make_visible(variant)
 
     @inlined
     def work_on(own: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
@@ -43,8 +35,8 @@ def make_decode(variant: Variant, slots: int) -> Any:
         q = given.at.q + first_query(piece.sequence, given.sizes.q, given, mixed)
         first = piece.bundle * queries
         number = first + part.strip * 16 + (lane >> 2)
-        visible = visible_of(number, q_len, piece.first, piece.last + 1, given.scoring.window)
-        visible = visible_before(piece.token_end, visible)
+        low0, high0, low1, high1 = visible_of(number, q_len, piece.first, piece.last + 1, given.scoring.window)
+        visible = Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
         job = Job(q, count, first, k, row_of(piece.sequence, given), piece.token, piece.first, piece.token_end)
         softmax = attend(sums, base, job, visible, part, given, thread, lane)
         settle(sums, softmax, base, piece, share, part, given, thread, lane)
@@ -66,7 +58,7 @@ def make_prefill(variant: Variant, slots: int) -> Any:
     """The kernel of prefill as a Python function; `slots` as in `latent_products.make_attend`."""
     attend, _, alignment = make_attend(variant, slots)
     heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-    num_sums, visible_of = sums_of(PREFILL_QUERIES), make_visible(variant, 8)
+    num_sums, visible_of = sums_of(PREFILL_QUERIES), make_visible(variant)
     strips, dims, mixed = PREFILL_QUERIES // 16, dims_of(PREFILL_QUERIES), variant.mixed
     put_outputs, _ = make_put(variant, PREFILL_QUERIES)
 
@@ -124,43 +116,3 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         put_outputs(sums, softmax, number, count, to, part, given, lane)
 
     return make_entry(prefill, False)
-
-
-def best_latents(given: Geometries, queries: int) -> tuple[str, ...]:
-    """The kernels on tensor cores for a call with so many queries in a block of threads. Heads must fill matrices of
-    16, and shared memory must have room for two tiles."""
-    room = slots_for(queries, most_shared_bytes(given.q.device)) >= 2
-    if given.q.shape[-2] % 16 or not room:
-        return ()
-    return ("wgmma", "mma") if queries == WGMMA_QUERIES else ("mma",)
-
-
-def latent_decode_plan(given: Geometries, variant: Variant, name: str) -> Plan:
-    """The plan of a decode on tensor cores, by the kernel of this name; "auto": by the best."""
-    bundles = bundles_of(variant)
-    name = choose_kernel(name, given, best_latents(given, bundles.per_bundle))
-    kernel = latent_kernel(name, variant, most_shared_bytes(given.q.device))
-    blocks = bundles.grid(multiprocessors(given.q.device) * kernel.blocks_per_sm)
-    counters = given.seq_lens.shape[0] * bundles.bundles(1)
-    return Plan(kernel, (blocks, 1), 2 * blocks * part_bytes(bundles, LATENT_V_DIM), counters)
-
-
-def latent_prefill_plan(given: Geometries, variant: Variant, name: str, prompts: int) -> Plan:
-    """The plan of a prefill on tensor cores, of so many prompts at most."""
-    tokens, num_heads, _ = given.q.shape
-    # No batch has more blocks of queries, however its tokens are spread.
-    most = tokens * num_heads // PREFILL_QUERIES + prompts
-    return Plan(latent_kernel(name, variant, most_shared_bytes(given.q.device)), (most, 1))
-
-
-@cache
-def latent_kernel(name: str, variant: Variant, shared_bytes: int) -> Kernel:
-    """The kernel on tensor cores of this name, for devices with so much shared memory a block: of decode where the
-    variant says how many queries there are, else of prefill."""
-    factory = make_decode if variant.q_len else make_prefill
-    if name == "wgmma":
-        return Kernel(factory, (variant, 0), ARGUMENTS, THREADS, shared_bytes=WGMMA_BYTES, hopper=True)
-    queries = latent_queries(variant)
-    slots, blocks_per_sm = slots_for(queries, shared_bytes), mma_blocks_per_sm(queries, shared_bytes)
-    room = mma_shared_of(queries, slots).nbytes
-    return Kernel(factory, (variant, slots), ARGUMENTS, THREADS, blocks_per_sm=blocks_per_sm, shared_bytes=room)

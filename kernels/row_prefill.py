@@ -18,18 +18,17 @@ from torch import Tensor
 
 from . import prefill_mma, prefill_wgmma
 from .arguments import LATENT_DIM, Maps, Variant, structs_of
-from .checks import Geometry, check_indices, check_integer
+from .checks import Geometry, Plans, check_indices, check_integer
 from .compiler import Kernel
 from .latents import PREFILL_QUERIES
-from .launches import can_be_mapped, multiprocessors
+from .launches import can_be_mapped, most_shared_bytes, multiprocessors
 from .plain import plain_kernel
-from .plans import (
-    Call, Geometries, Keys, Plan, Plans, check_call, choose_kernel, define_operator, launch, output_like, prepare,
-)  # fmt: skip
 from .prefill_rings import QUERIES, THREADS, box_of, shared_of, tile_of
 from .prompts import prefix_bytes
-from .row_decode import check_decode, decode_plan, prepare_decode, variant_of
-from .row_latents import best_latents, latent_decode_plan, latent_prefill_plan
+from .row_decode import (
+    Call, Geometries, Keys, Plan, best_latents, check_call, check_decode, choose_kernel, decode_plan, define_operator,
+    latent_kernel, launch, output_like, prepare, prepare_decode, variant_of,
+)  # fmt: skip
 
 ROOM_BYTES = 64 << 20  # for partial results of prefixes, unless one of each takes more
 
@@ -104,12 +103,11 @@ def prefill_plan(given: Geometries, variant: Variant, name: str, max_prompts: in
     if name == "plain":
         return Plan(plain_kernel(variant._replace(mixed=False)), (tokens, num_heads))
     prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts
+    # No batch has more blocks of queries, however its tokens are spread.
     if variant.head_dim == LATENT_DIM:
-        return latent_prefill_plan(given, variant, name, prompts)
-    kernel, queries, box_tokens = fast_kernel(name, variant)
-    most = tokens // queries + prompts  # no batch has more blocks of queries, however its tokens are spread
-    blocks, counters = grid_of(name, (num_heads, most), given.q.device)
-    return Plan(kernel, blocks, counters=counters, box_tokens=box_tokens)
+        kernel = latent_kernel(name, variant, most_shared_bytes(given.q.device))
+        return Plan(kernel, (tokens * num_heads // PREFILL_QUERIES + prompts, 1))
+    return fast_plan(name, variant, given, num_heads, tokens, prompts)
 
 
 def choose_prefill(name: str, given: Geometries) -> str:
@@ -122,18 +120,20 @@ def choose_prefill(name: str, given: Geometries) -> str:
     return choose_kernel(name, given, best)
 
 
-def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
-    """The kernel on tensor cores of this name, its queries of a block of threads, and its `box_tokens`."""
-    if name == "mma":
-        return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
-    return wgmma_kernel(variant), QUERIES, box_of(tile_of(variant.head_dim), variant.block_size)
+def queries_of_block(name: str, variant: Variant) -> int:
+    """Queries of a block of threads of the kernel on tensor cores of this name."""
+    return 16 * prefill_mma.warps_of(variant.head_dim) if name == "mma" else QUERIES
 
 
-def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
-    """The blocks of threads of a kernel, and its counters, where there are so many heads and jobs of one at most."""
+def fast_plan(name: str, variant: Variant, given: Geometries, heads: int, queries: int, more: int) -> Plan:
+    """The plan by the kernel on tensor cores of this name, where of each of so many heads there are no more jobs than
+    all its queries fill, and so many more."""
+    jobs = queries // queries_of_block(name, variant) + more
     if name == "mma":
-        return most, 0
-    return (min(most[0] * most[1], multiprocessors(device)), 1), 1  # they take jobs by a counter
+        return Plan(mma_kernel(variant), (heads, jobs))
+    blocks = min(heads * jobs, multiprocessors(given.q.device)), 1  # they take jobs by a counter
+    box_tokens = box_of(tile_of(variant.head_dim), variant.block_size)
+    return Plan(wgmma_kernel(variant), blocks, counters=1, box_tokens=box_tokens)
 
 
 @cache
@@ -198,9 +198,7 @@ def _prepare_mixed(
     plans = [prefill_plan(given, variant, name, max_prompts)]
     if plans[0].kernel.constants[0].mixed:
         variant = variant._replace(q_len=1)
-        of_latents = variant.head_dim == LATENT_DIM
-        name = "mma" if name == "mma" else "auto"
-        plans.insert(0, latent_decode_plan(given, variant, name) if of_latents else decode_plan(given, variant))
+        plans.insert(0, decode_plan(given, variant, "mma" if name == "mma" else "auto"))
     return [prepare(plan, given, scale, window, softcap) for plan in plans]
 
 
@@ -265,34 +263,28 @@ def _prepare_cascade(scale: float | None, softcap: float, name: str, geometry: K
     """Checks a call, whose last tensors say the groups, and prepares its launches; one: it is decode's alone."""
     of_tensors, of_groups = geometry[:-2], [Geometry._make(key) for key in geometry[-2:] if key]
     given = check_decode(of_tensors)
-    num_groups = check_groups(given, *of_groups)
+    cu_groups, prefix_lens = of_groups
+    check_indices(given.q.device, prefix_lens.shape[:1], prefix_lens=prefix_lens)
+    num_groups = prefix_lens.shape[0]
+    check_indices(given.q.device, (num_groups + 1,), cu_groups=cu_groups)
     batch, q_len, num_heads, head_dim = given.q.shape
-    kv_heads, device = given.k.shape[2], given.q.device
+    kv_heads = given.k.shape[2]
     if head_dim == LATENT_DIM:
         raise ValueError(f"got heads of {LATENT_DIM}, of latents; cascade takes none, decode does")
     prefix_name = choose_prefill(name, given)
     if prefix_name == "plain" or not num_groups or not batch:
         return prepare_decode(scale, 0, softcap, "plain" if name == "plain" else "auto", of_tensors)
     variants = [variant_of(given, False, softcap > 0, causal=each, cascaded=True) for each in (False, True)]
-    kernel, queries, box_tokens = fast_kernel(prefix_name, variants[0])
     per_head, most_groups = batch * q_len * variants[0].heads_per_kv, min(num_groups, batch // 2)
-    blocks = max(multiprocessors(device) // kv_heads, 1)
+    blocks = max(multiprocessors(given.q.device) // kv_heads, 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
-    grid, counters = grid_of(prefix_name, (kv_heads, blocks + per_head // queries + most_groups), device)
+    prefix = fast_plan(prefix_name, variants[0], given, kv_heads, per_head, blocks + most_groups)
     part = prefix_bytes(batch * q_len, num_heads, head_dim)
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
-    own = decode_plan(given, variants[1], most_parts * part)
-    groups = None, None, None, num_groups, blocks, most_parts, queries, batch
-    plans = Plan(kernel, grid, counters=counters, box_tokens=box_tokens), own
-    first, second = (prepare(plan, given, scale, 0, softcap, groups) for plan in plans)
+    own = decode_plan(given, variants[1], more_bytes=most_parts * part)
+    groups = None, None, None, num_groups, blocks, most_parts, queries_of_block(prefix_name, variants[0]), batch
+    first, second = (prepare(plan, given, scale, 0, softcap, groups) for plan in (prefix, own))
     return Calls(first, second, own.partial_bytes - most_parts * part)
 
 
 _cascade_calls = Plans(_prepare_cascade)
-
-
-def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) -> int:
-    """How many groups there are; `ValueError` or `TypeError` if the two do not fit together."""
-    check_indices(given.q.device, prefix_lens.shape[:1], prefix_lens=prefix_lens)
-    check_indices(given.q.device, (prefix_lens.shape[0] + 1,), cu_groups=cu_groups)
-    return prefix_lens.shape[0]

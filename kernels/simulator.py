@@ -34,7 +34,7 @@ class Meeting:
         self.results: Sequence[Any] = ()
 
     def attend(self, name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Waits for the others; they must come for the same thing."""
+        """Waits for the others; they must come for the same thing. What `work_out` makes of all values for this one."""
         thread = current()
         place = thread.index % self.size
         if self.waiting and self.name != name:
@@ -150,16 +150,6 @@ def current() -> Thread:
     """The thread that runs now."""
     assert _running
     return _running
-
-
-def warp_meets(name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """The result of a warp instruction for this thread: `work_out` makes 32 results of 32 values."""
-    return current().warp.attend(name, value, work_out)
-
-
-def warpgroup_meets(name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
-    """The same for four warps."""
-    return current().warpgroup.attend(name, value, work_out)
 
 
 class SharedMemory:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Scoring, Variant
+from .arguments import Scoring
 from .compiler import float32, inlined
 from .memory import FLOOR, HALVES, LOG2E, exp2, fma, if_within, load_f32, maximum, reciprocal, store_4, store_16, tanh
 from .warp import any_lane, load_matrices, load_matrices_transposed, shuffle_xor, transpose_words
@@ -29,28 +29,6 @@ class Visible(NamedTuple):
     high0: int
     low1: int
     high1: int
-
-
-def make_visible(variant: Variant, step: int) -> Any:
-    """A function for kernels: the keys that a lane's two queries see, of a number and `step` further on, among those of
-    a sequence's last tokens that share a KV head; queries that are missing see as much as the last."""
-    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-
-    @inlined
-    def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
-        high0 = length - tokens + min(number // heads_per_kv, tokens - 1) + 1 if causal else length
-        high1 = length - tokens + min((number + step) // heads_per_kv, tokens - 1) + 1 if causal else length
-        low0 = max(first, high0 - window) if windowed else first
-        low1 = max(first, high1 - window) if windowed else first
-        return Visible(low0, high0, low1, high1)
-
-    return visible_of
-
-
-@inlined
-def visible_before(end: int, visible: Visible) -> Visible:
-    """Those of the keys that lie before one."""
-    return Visible(visible.low0, min(visible.high0, end), visible.low1, min(visible.high1, end))
 
 
 class Softmax(NamedTuple):

@@ -18,7 +18,7 @@ from .compiler import SIMULATED, inlined, instruction, instruction_on_array
 from .memory import HALVES
 
 if SIMULATED:
-    from .simulator import current, warp_meets, warpgroup_meets
+    from .simulator import current
 
 LANES = np.arange(32)
 # Of a lane in a tensor-core fragment: its row or column, and which two elements of it.
@@ -27,7 +27,7 @@ ROW, PAIR = LANES // 4, LANES % 4
 
 def _together(name: str, work_out: Any) -> Any:
     """The meaning of a warp's instruction: `work_out` makes 32 results of all lanes' operands."""
-    return lambda *operands: warp_meets(name, operands, work_out)
+    return lambda *operands: current().warp.attend(name, operands, work_out)
 
 
 def _transpose(brought: list[Any]) -> list[Any]:
@@ -197,12 +197,7 @@ def make_operand_at(panel_bytes: int) -> Any:
     more work between two products. `panel_bytes` lie between panels of B, where rows of it are summed over.
     """
     panels = 0 if SIMULATED else panel_bytes >> 4 << 16
-
-    @inlined
-    def operand_at(address: int) -> int:
-        return (address >> 4) + panels
-
-    return operand_at
+    return inlined(lambda address: (address >> 4) + panels)
 
 
 def swizzled(address: int) -> int:
@@ -238,7 +233,7 @@ def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
             first, second = (values(_read_rows(brought[0][i] << 4, rows)) for i, rows in ((1, 64), (2, n)))
             return _add_product(brought, first, second.T, accumulate)
 
-        warpgroup_meets("multiply_shared", (sums, int(a), int(b)), work_out)
+        current().warpgroup.attend("multiply_shared", (sums, int(a), int(b)), work_out)
 
     asm = (
         "{{ .reg .pred p; .reg .b32 l; .reg .b64 a, b; setp.ne.b32 p, {accumulate}, 0; mov.b32 l, {layout}; "
@@ -269,7 +264,7 @@ def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
                     b[row, column : column + 8] = (ctypes.c_uint16 * 8).from_address(swizzled(at))
             return _add_product(brought, a.reshape(64, 16), values(b), True)
 
-        warpgroup_meets("multiply_registers", (sums, a0, a1, a2, a3, int(b)), work_out)
+        current().warpgroup.attend("multiply_registers", (sums, a0, a1, a2, a3, int(b)), work_out)
 
     asm = (
         "{{ .reg .pred p; .reg .b32 l; .reg .b64 b; setp.ne.b32 p, 1, 0; mov.b32 l, {layout}; "

@@ -19,7 +19,7 @@ COMPILE = """
     import gc, json, os, random, re, subprocess, sys, tempfile
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
-    from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_latents, row_prefill
+    from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_prefill
     from vmmkv.kernels.appending import AppendVariant, Turning
     from vmmkv.kernels.arguments import Maps, Variant
     gc.disable()  # a tenth of the compiler's time
@@ -74,10 +74,10 @@ COMPILE = """
         for heads, q_len, paged in ((16, 1, 16), (64, 1, 0), (16, 0, 16)):
             variant = Variant(bf16, 576, heads, q_len, paged, True, False, False)
             for device, shared_bytes in zip(DEVICES, (163 << 10, 227 << 10)):
-                kernel = row_latents.latent_kernel("mma", variant, shared_bytes)
+                kernel = row_decode.latent_kernel("mma", variant, shared_bytes)
                 kernels[f"latents, mma, {heads}, {q_len}, {device}"] = kernel
             if (heads, q_len) != (16, 1):
-                kernels[f"latents, wgmma, {heads}, {q_len}"] = row_latents.latent_kernel("wgmma", variant, 0)
+                kernels[f"latents, wgmma, {heads}, {q_len}"] = row_decode.latent_kernel("wgmma", variant, 0)
     kernels = dict(random.sample([*kernels.items()], min(len(kernels), int(few))))
     folder, facts = tempfile.mkdtemp(), []
     PACKED = {int: "u64", float: "f32", bytes: "b8"}
