@@ -35,9 +35,12 @@ class Rotation(NamedTuple):
     sin_token: int
 
 
-def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors: int) -> Any:
-    """A function for kernels that rotates one token's heads, from an address to another, or in place, with bytes from
-    one head to the next. A head has so many 16-byte vectors, and half of its rotated part."""
+def make_rotate(variant: AppendVariant, heads: int) -> Any:
+    """A function for kernels that rotates one token's heads, so many, from an address to another, or in place, with
+    bytes from one head to the next."""
+    assert variant.rotation
+    dtype, _, half_vectors = variant.rotation
+    head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of new tokens
     turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
 
     @inlined
@@ -207,17 +210,6 @@ def make_append(variant: AppendVariant) -> Any:
     return kernel
 
 
-def make_rotations(variant: AppendVariant) -> tuple[Any, Any]:
-    """Functions for kernels that rotate a token's heads of K, and of its query."""
-    assert variant.rotation
-    dtype, query_heads, half_vectors = variant.rotation
-    head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of new tokens
-    return (
-        make_rotate(dtype, variant.heads, head_vectors, half_vectors),
-        make_rotate(dtype, query_heads, head_vectors, half_vectors),
-    )
-
-
 def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
     """Functions for kernels that write a token's heads of K, and of V, in one of three ways: see
     `quantized.make_quantize_heads` for their arguments."""
@@ -228,8 +220,7 @@ def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
             make_quantize_heads(variant.heads, variant.k_head_vectors * 16, *variant.dtypes, half, variant.given),
             make_quantize_heads(variant.heads, variant.v_head_vectors * 16, *variant.dtypes, 0, variant.given),
         )
-    rotate, _ = make_rotations(variant)
-    v_vectors, v_head_vectors = variant.v_vectors, variant.v_head_vectors
+    rotate, v_vectors, v_head_vectors = make_rotate(variant, variant.heads), variant.v_vectors, variant.v_head_vectors
 
     @inlined
     def rotate_heads(
@@ -280,7 +271,7 @@ def make_changing_append(variant: AppendVariant) -> Any:
             write(cuda.blockIdx.x, at, shape, 0, 0)
 
         return kernel
-    _, rotate_query = make_rotations(variant)
+    rotate_query = make_rotate(variant, variant.rotation.query_heads)
 
     def rotating_kernel(at: AppendAddresses, shape: AppendShape, turn: Rotation) -> None:
         token = cuda.blockIdx.x

@@ -112,9 +112,11 @@ def check_scales(
         raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(shape)}")
 
 
-def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:
-    """Index tensors: int32, on the device, of the given shape, without gaps."""
+def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry | None) -> None:
+    """Index tensors, those that are given: int32, on the device, of the given shape, without gaps."""
     for name, tensor in tensors.items():
+        if tensor is None:
+            continue
         _check_kind(name, tensor, torch.int32, device)
         if len(shape) != 1 or tensor.shape != shape or not _follow(tensor):
             raise ValueError(f"got {name} {list(tensor.shape)}; it must be contiguous {list(shape)}")

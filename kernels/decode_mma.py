@@ -157,11 +157,6 @@ def queries_of(variant: Variant, kv_heads: int) -> Queries:
     return Queries(variant.heads_per_kv, variant.q_len, variant.mixed, at_once, sharing).in_teams(kv_heads)
 
 
-def blocks_that_fit(variant: Variant, queries: Queries) -> int:
-    """As many as there are registers for."""
-    return registers_for(variant)[queries.at_once - 1]
-
-
 @inlined
 def visible_of(piece: Piece, column: int, window: int, heads_per_kv: int, q_len: int, windowed: bool) -> Visible:
     """The keys of a piece that two queries of a lane see, of number `column` and the next; missing queries see as

@@ -368,15 +368,6 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         finish(total, item, query, kv_head, piece.sequence, given)
 
     @inlined
-    def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
-        """Whether this block's part is the last of so many; then all may be read: barriers and counters keep that what
-        a block's threads stored before they met is visible to a block that sees it counted."""
-        if thread == 0:
-            shared[results.arrived] = float32(increment(counter, num_parts - 1))
-        cuda.syncthreads()
-        return int64(shared[results.arrived]) == num_parts - 1
-
-    @inlined
     def settle(shared: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int) -> None:
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
         mine = part_of(share.number, share, piece.bundle_begin, given.at.partials)
@@ -395,7 +386,13 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         if whole:
             return
         parts = parts_of(piece, share, given.at.partials)
-        if is_last(shared, given.at.counters + (piece.sequence * bundles + piece.bundle) * 4, parts.num_parts, thread):
+        # Barriers and counters keep that what a block's threads stored before they met is visible to the block that
+        # counts last, and reads all parts.
+        if thread == 0:
+            counter = given.at.counters + (piece.sequence * bundles + piece.bundle) * 4
+            shared[results.arrived] = float32(increment(counter, parts.num_parts - 1))
+        cuda.syncthreads()
+        if int64(shared[results.arrived]) == parts.num_parts - 1:
             item = thread
             while item < items:
                 query, kv_head = query_of(item, piece.bundle)

@@ -146,13 +146,8 @@ def make_consume(variant: Variant, uses: Rings) -> Any:
 
 
 def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, keys_of_lane: Any, put: Any) -> Any:
-    """A function for kernels: attention of a consumer's queries in all jobs of a block of threads.
-
-    Args:
-        keys_of_job: an inlined device function, as the following are: the first key of a job, and how many tiles.
-        keys_of_lane: the keys that a lane's two queries see.
-        put: what becomes of their sums.
-    """
+    """A function for kernels: attention of a consumer's queries in all jobs of a block of threads. Inlined functions
+    say the first key of a job and how many tiles, the keys that a lane's queries see, and what becomes of sums."""
     num_sums, queries_bytes = variant.head_dim // 2, tile_bytes(variant.head_dim, 64)
     wait_job, release_job, wait_queries = uses.jobs.wait_full, uses.jobs.release, uses.queries.wait_full
     take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)

@@ -144,11 +144,6 @@ class PrefixParts(NamedTuple):
     num_parts: int
 
 
-def prefix_bytes(queries: int, num_heads: int, head_dim: int) -> int:
-    """Bytes of one part for each query and head of a batch: sums of V, a maximum and a sum of weights, in fp32."""
-    return queries * num_heads * (head_dim + 2) * 4
-
-
 @inlined
 def blocks_of(group: int, groups: Groups, per_sequence: int) -> int:
     """The blocks of queries of a group, whose sequences have so many queries of a KV head each."""

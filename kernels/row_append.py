@@ -202,12 +202,10 @@ def _check(geometry: tuple[Key | None, ...]) -> Geometries:
     if batch <= 0 < k.shape[0]:
         raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
     check_indices(k.device, (batch,), rows=rows, starts=starts)
-    if cu_seqlens is not None:
-        check_indices(k.device, (batch + 1,), cu_seqlens=cu_seqlens)
+    check_indices(k.device, (batch + 1,), cu_seqlens=cu_seqlens)
     if block_table is not None:
         check_block_table(k.device, block_table, k_cache)
-    if limit is not None:
-        check_indices(k.device, (1,), limit=limit)
+    check_indices(k.device, (1,), limit=limit)
     if rotary:
         check_rotation(k, *rotary)
     return given
@@ -216,21 +214,14 @@ def _check(geometry: tuple[Key | None, ...]) -> Geometries:
 def _variant_of(given: Geometries) -> AppendVariant:
     """What its kernel is compiled for."""
     k, v, dtype = given.k, given.v, given.k_cache.dtype
-    heads = k.shape[1]
     k_head, v_head = k.shape[2] * dtype.itemsize // 16, v.shape[2] * dtype.itemsize // 16
-    rotation = None
+    vectors = k.shape[1] * k_head, k_head, k.shape[1] * v_head, v_head
+    places = given.cu_seqlens is not None, given.k_cache.shape[1] if given.block_table else 0, given.limit is not None
+    rotation, dtypes = None, (k.dtype, dtype) if given.k_scales else None
     if given.rotary:
         query, _, cos, _ = given.rotary
         rotation = Turning(k.dtype, query.shape[1], cos.shape[1] * k.dtype.itemsize // 32)
-    return AppendVariant(
-        *(heads * k_head, k_head, heads * v_head, v_head),
-        ragged=given.cu_seqlens is not None,
-        block_size=given.k_cache.shape[1] if given.block_table else 0,
-        limited=given.limit is not None,
-        rotation=rotation,
-        dtypes=(k.dtype, dtype) if given.k_scales else None,
-        given=_are_given(given.k_scales),
-    )
+    return AppendVariant(*vectors, *places, rotation, dtypes, _are_given(given.k_scales))
 
 
 def _shape_of(given: Geometries, variant: AppendVariant) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from .checks import (
     refuse_alignment,
 )  # fmt: skip
 from .compiler import Kernel
-from .decode_mma import blocks_that_fit, make_decode, queries_of, shared_bytes_of
+from .decode_mma import make_decode, queries_of, registers_for, shared_bytes_of
 from .decode_parts import part_bytes
 from .decode_products import THREADS, Queries
 from .latent_products import WGMMA_QUERIES, WGMMA_SHARED, mma_blocks_per_sm, mma_shared_of, slots_for
@@ -146,16 +146,15 @@ def decode_plan(given: Geometries, variant: Variant, name: str = "auto", more_by
         return latent_decode_plan(given, variant, name)
     kv_heads = given.k.shape[2]
     queries = queries_of(variant, kv_heads)
-    blocks = queries.grid(multiprocessors(given.q.device) * blocks_that_fit(variant, queries))
-    partial_bytes = 2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes
-    counters = given.seq_lens.shape[0] * queries.bundles(kv_heads)
-    return Plan(mma_kernel(variant, queries), (blocks, 1), partial_bytes, counters)
+    kernel, counters = mma_kernel(variant, queries), given.seq_lens.shape[0] * queries.bundles(kv_heads)
+    blocks = queries.grid(multiprocessors(given.q.device) * kernel.blocks_per_sm)
+    return Plan(kernel, (blocks, 1), 2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes, counters)
 
 
 @cache
 def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
-    fit, room = blocks_that_fit(variant, queries), shared_bytes_of(variant, queries)
+    fit, room = registers_for(variant)[queries.at_once - 1], shared_bytes_of(variant, queries)
     structs = structs_of(variant)
     return Kernel(make_decode, (variant, queries), structs, THREADS, blocks_per_sm=fit, shared_bytes=room)
 
@@ -246,10 +245,8 @@ def check_call(keys: Keys) -> Geometries:
     geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
     q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales = geometries
     check_attention(q, k, v, out, k_scales, v_scales)
-    given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
-    check_indices(q.device, seq_lens.shape[:1], **{name: tensor for name, tensor in given.items() if tensor})
-    if cu_seqlens:
-        check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
+    check_indices(q.device, seq_lens.shape[:1], seq_lens=seq_lens, rows=rows, starts=starts)
+    check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
     if block_table:
         check_block_table(q.device, block_table, k)
     batch, there = seq_lens.shape[0], (block_table or k).shape[0]

@@ -79,14 +79,6 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         return sequence, (unit - before) * PREFILL_QUERIES, unit - before < units_of(sequence, given)
 
     @inlined
-    def span_of(first_query: int, tokens: int, first: int, length: int, window: int) -> tuple[int, int]:
-        """The keys that a block's queries see: where their first tile begins, and their end."""
-        last_token = min((first_query + PREFILL_QUERIES - 1) // heads_per_kv, tokens - 1)
-        end = length - tokens + last_token + 1 if causal else length
-        low = max(first, length - tokens + first_query // heads_per_kv + 1 - window) if windowed else first
-        return low // UNIT * UNIT, end if first < length else 0
-
-    @inlined
     def prefill(given: Given) -> None:
         at, sizes, window = given.at, given.sizes, given.scoring.window
         thread = cuda.threadIdx.x
@@ -108,7 +100,11 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         number = query + part.strip * 16 + (lane >> 2)
         q, count = at.q + start * sizes.q.token, tokens * heads_per_kv
         row = row_of(sequence, given)
-        key, end = span_of(query, tokens, first, length, window)
+        # The keys that the block's queries see: where their first tile begins, and their end.
+        last_token = min((query + PREFILL_QUERIES - 1) // heads_per_kv, tokens - 1)
+        end = length - tokens + last_token + 1 if causal else length
+        low = max(first, length - tokens + query // heads_per_kv + 1 - window) if windowed else first
+        key, end = low // UNIT * UNIT, end if first < length else 0
         visible = visible_of(number, tokens, first, length, window)
         job = Job(q, count, query, k, row, key, first, end)
         softmax = attend(sums, base, job, visible, part, given, thread, lane)

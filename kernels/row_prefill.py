@@ -24,7 +24,6 @@ from .latents import PREFILL_QUERIES
 from .launches import can_be_mapped, most_shared_bytes, multiprocessors
 from .plain import plain_kernel
 from .prefill_rings import QUERIES, THREADS, box_of, shared_of, tile_of
-from .prompts import prefix_bytes
 from .row_decode import (
     Call, Geometries, Keys, Plan, best_latents, check_call, check_decode, choose_kernel, decode_plan, define_operator,
     latent_kernel, launch, output_like, prepare, prepare_decode, variant_of,
@@ -279,7 +278,7 @@ def _prepare_cascade(scale: float | None, softcap: float, name: str, geometry: K
     blocks = max(multiprocessors(given.q.device) // kv_heads, 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
     prefix = fast_plan(prefix_name, variants[0], given, kv_heads, per_head, blocks + most_groups)
-    part = prefix_bytes(batch * q_len, num_heads, head_dim)
+    part = batch * q_len * num_heads * (head_dim + 2) * 4  # bytes: sums of V, a maximum and a sum of weights, in fp32
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
     own = decode_plan(given, variants[1], more_bytes=most_parts * part)
     groups = None, None, None, num_groups, blocks, most_parts, queries_of_block(prefix_name, variants[0]), batch
