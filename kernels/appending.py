@@ -36,34 +36,33 @@ class Rotation(NamedTuple):
 
 
 def make_rotate(variant: AppendVariant, heads: int) -> Any:
-    """A function for kernels that rotates one token's heads, so many, from an address to another, or in place, with
-    bytes from one head to the next."""
+    """A function for kernels that rotates one token's heads, so many, from an address to another, or in place. Its
+    arguments are those of `quantized.make_quantize_heads`, but there are no scales."""
     assert variant.rotation
     dtype, _, half_vectors = variant.rotation
     head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of new tokens
     turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
 
     @inlined
-    def rotate_vectors(source: int, target: int, cos: int, sin: int) -> None:
-        """Rotates a vector of the first half with its counterpart in the second."""
-        x0, x1, x2, x3 = load_16_written(source)
-        y0, y1, y2, y3 = load_16_written(source + half)
-        c0, c1, c2, c3 = load_16_cached(cos)
-        d0, d1, d2, d3 = load_16_cached(cos + half)
-        s0, s1, s2, s3 = load_16_cached(sin)
-        t0, t1, t2, t3 = load_16_cached(sin + half)
-        plus, minus = float32(1), float32(-1)
-        store_16(
-            target, turn(x0, y0, c0, s0, minus), turn(x1, y1, c1, s1, minus), turn(x2, y2, c2, s2, minus),
-            turn(x3, y3, c3, s3, minus),
-        )  # fmt: skip
-        store_16(
-            target + half, turn(y0, x0, d0, t0, plus), turn(y1, x1, d1, t1, plus), turn(y2, x2, d2, t2, plus),
-            turn(y3, x3, d3, t3, plus),
-        )  # fmt: skip
+    def put(target: int, x: Any, y: Any, cos: Any, sin: Any, sign: float) -> None:
+        """Stores a vector that is turned with its counterpart."""
+        w0, w1 = turn(x[0], y[0], cos[0], sin[0], sign), turn(x[1], y[1], cos[1], sin[1], sign)
+        w2, w3 = turn(x[2], y[2], cos[2], sin[2], sign), turn(x[3], y[3], cos[3], sin[3], sign)
+        store_16(target, w0, w1, w2, w3)
 
     @inlined
-    def rotate_heads(source: int, target: int, source_head: int, target_head: int, cos: int, sin: int) -> None:
+    def rotate_vectors(source: int, target: int, cos: int, sin: int) -> None:
+        """Rotates a vector of the first half with its counterpart in the second."""
+        x, y = load_16_written(source), load_16_written(source + half)
+        c, d = load_16_cached(cos), load_16_cached(cos + half)
+        s, t = load_16_cached(sin), load_16_cached(sin + half)
+        put(target, x, y, c, s, float32(-1))
+        put(target + half, y, x, d, t, float32(1))
+
+    @inlined
+    def rotate_heads(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
+    ) -> None:
         vector = cuda.threadIdx.x
         while vector < heads * half_vectors:
             head = vector // half_vectors
@@ -220,13 +219,7 @@ def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
             make_quantize_heads(variant.heads, variant.k_head_vectors * 16, *variant.dtypes, half, variant.given),
             make_quantize_heads(variant.heads, variant.v_head_vectors * 16, *variant.dtypes, 0, variant.given),
         )
-    rotate, v_vectors, v_head_vectors = make_rotate(variant, variant.heads), variant.v_vectors, variant.v_head_vectors
-
-    @inlined
-    def rotate_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
-    ) -> None:
-        rotate(source, target, source_head, target_head, cos, sin)
+    v_vectors, v_head_vectors = variant.v_vectors, variant.v_head_vectors
 
     @inlined
     def copy_heads(
@@ -234,7 +227,7 @@ def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
     ) -> None:
         move_heads(source, target, source_head, target_head, v_vectors, v_head_vectors)
 
-    return rotate_heads, copy_heads
+    return make_rotate(variant, variant.heads), copy_heads
 
 
 def make_changing_append(variant: AppendVariant) -> Any:
@@ -282,6 +275,6 @@ def make_changing_append(variant: AppendVariant) -> Any:
         else:
             source = turn.query + token * turn.query_token
             target = turn.rotated + token * turn.rotated_token
-            rotate_query(source, target, turn.query_head, turn.rotated_head, cos, sin)
+            rotate_query(source, target, 0, turn.query_head, turn.rotated_head, 0, cos, sin)
 
     return rotating_kernel

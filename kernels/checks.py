@@ -95,10 +95,11 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
 
 
 def check_scales(
-    name: str, cache: Geometry, like: Geometry, scales_name: str, scales: Geometry | None, rows: Geometry | None = None
+    name: str, cache: Geometry, like: Geometry, scales: Geometry | None, rows: Geometry | None = None
 ) -> None:
     """8-bit numbers and a scale of each token and head, for tensors like `like`; or of each of the `rows` that a tensor
-    has, and head."""
+    has, and head. The name begins with k or v."""
+    scales_name = f"{name[0]}_scales"
     if scales is None:
         raise TypeError(f"got {name} of {cache.dtype} for {like.dtype} without {scales_name}, which it must have")
     if cache.dtype not in LARGEST or like.dtype not in ATTENTION_DTYPES:
@@ -220,7 +221,7 @@ def check_attention(
         raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be {expected}")
     for name, tensor, scales in ("k", k, k_scales), ("v", v, v_scales), ("out", out, None):
         if scales is not None or (tensor.dtype in LARGEST and name != "out"):
-            check_scales(name, tensor, q, f"{name}_scales", scales)
+            check_scales(name, tensor, q, scales)
         else:
             _check_kind(name, tensor, q.dtype, q.device)
         if tensor.device != q.device:

@@ -52,13 +52,8 @@ def make_share_work(variant: Variant, queries: Queries, work_on: Any) -> Any:
     """A function for kernels, called by all threads of a block, that has `work_on`, an inlined function, work on all
     pieces of the block's share, one after the other, and that makes the outputs of empty sequences. `own` is for
     `work_on`: what a thread has worked out before. `bundles` are those of a sequence."""
-    q_len, mixed, team, windowed, cascaded = (
-        queries.q_len,
-        queries.mixed,
-        queries.team,
-        variant.windowed,
-        variant.cascaded,
-    )
+    q_len, mixed, team = queries.q_len, queries.mixed, queries.team
+    windowed, cascaded = variant.windowed, variant.cascaded
     clear = make_clear(variant.dtype, v_dim_of(variant.head_dim), queries)
 
     @inlined
@@ -388,8 +383,8 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         parts = parts_of(piece, share, given.at.partials)
         # Barriers and counters keep that what a block's threads stored before they met is visible to the block that
         # counts last, and reads all parts.
+        counter = given.at.counters + (piece.sequence * bundles + piece.bundle) * 4
         if thread == 0:
-            counter = given.at.counters + (piece.sequence * bundles + piece.bundle) * 4
             shared[results.arrived] = float32(increment(counter, parts.num_parts - 1))
         cuda.syncthreads()
         if int64(shared[results.arrived]) == parts.num_parts - 1:

@@ -189,8 +189,8 @@ def _check(geometry: tuple[Key | None, ...]) -> Geometries:
     given = Geometries._make((*tensors[:11], tuple(filter(None, tensors[11:]))))
     k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, k_scales, v_scales, rotary = given
     check_new(k, v)
-    _check_cache("k_cache", k_cache, k, "k_scales", k_scales, block_table or k_cache)
-    _check_cache("v_cache", v_cache, v, "v_scales", v_scales, block_table or v_cache)
+    _check_cache("k_cache", k_cache, k, k_scales, block_table or k_cache)
+    _check_cache("v_cache", v_cache, v, v_scales, block_table or v_cache)
     if k_cache.dtype != v_cache.dtype:
         raise TypeError(f"got k_cache of {k_cache.dtype} and v_cache of {v_cache.dtype}; they must be the same")
     if k_scales and v_scales and _are_given(k_scales) != _are_given(v_scales):
@@ -243,18 +243,16 @@ def _are_given(scales: Geometry | None) -> bool:
     return scales is not None and len(scales.shape) == 2
 
 
-def _check_cache(
-    name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None, rows: Geometry
-) -> None:
+def _check_cache(name: str, cache: Geometry, new: Geometry, scales: Geometry | None, rows: Geometry) -> None:
     """A cache that new tokens can be written to as they are, or as 8-bit numbers with their scales: of each token, or
     given for each of the `rows` that a tensor has."""
     if scales is not None or (cache.dtype in LARGEST and cache.dtype != new.dtype):
-        check_scales(name, cache, new, scales_name, scales, rows if _are_given(scales) else None)
+        check_scales(name, cache, new, scales, rows if _are_given(scales) else None)
         new = Geometry(new.shape, new.strides, cache.dtype, new.device)
     check_cache(name, cache, like=new)
     check_written(**{name: cache})
     if scales is not None and not _are_given(scales):
-        check_written(**{scales_name: scales})
+        check_written(**{f"{name[0]}_scales": scales})
 
 
 @cache

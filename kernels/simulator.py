@@ -7,7 +7,7 @@ one thread, so that a block runs in one order, always the same. Importing this m
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -95,15 +95,11 @@ class Block:
         self.function = function
         self.num_threads = int(np.prod(block_dim))
         self.meetings: dict[Any, Meeting] = {}
-        self.barriers: dict[int, Barrier] = {}
+        self.barriers: dict[int, Barrier] = defaultdict(Barrier)  # by their numbers, or addresses in shared memory
         self.ready: deque[Thread] = deque()
 
     def meeting(self, key: Any, size: int) -> Meeting:
         return self.meetings.setdefault(key, Meeting(size))
-
-    def barrier(self, name: int) -> Barrier:
-        """By its number, or by its address in shared memory."""
-        return self.barriers.setdefault(name, Barrier())
 
     def run(self, grid_point: Any, *arguments: Any) -> None:
         global _running

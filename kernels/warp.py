@@ -168,11 +168,11 @@ def make_meet(threads: int) -> tuple[Any, Any]:
     """Functions of a barrier's number: wait for so many threads to come, or come without waiting."""
 
     def arrive(number: int) -> None:
-        current().block.barrier(number).arrive(threads)
+        current().block.barriers[number].arrive(threads)
 
     def meet(number: int) -> None:
         block = current().block
-        barrier, phase = block.barrier(number), block.barrier(number).phase
+        barrier, phase = block.barriers[number], block.barriers[number].phase
         barrier.arrive(threads)
         block.wait_until(lambda: barrier.phase != phase)
 
@@ -299,23 +299,23 @@ def make_take_registers(count: int) -> Any:
 
 
 def _init_barrier(address: int, arrivals: int) -> None:
-    current().block.barrier(int(address)).expected = arrivals
+    current().block.barriers[int(address)].expected = arrivals
 
 
 def _arrive(address: int) -> None:
-    barrier = current().block.barrier(int(address))
+    barrier = current().block.barriers[int(address)]
     barrier.arrive(barrier.expected)
 
 
 def _expect_bytes(address: int, count: int) -> None:
-    barrier = current().block.barrier(int(address))
+    barrier = current().block.barriers[int(address)]
     barrier.bytes += count
     barrier.arrive(barrier.expected)
 
 
 def _wait_barrier(address: int, parity: int) -> None:
     block = current().block
-    barrier = block.barrier(int(address))
+    barrier = block.barriers[int(address)]
     block.wait_until(lambda: barrier.phase % 2 != parity)
 
 
@@ -339,7 +339,7 @@ simulated_maps: list[Any] = []  # in the simulator a tensor map is an index into
 
 def _copy_box(target: int, tensor: int, element: int, head: int, token: int, row: int, barrier: int) -> None:
     copied = simulated_maps[tensor].copy(int(target), (int(element), int(head), int(token), int(row)))
-    current().block.barrier(int(barrier)).copied(copied)
+    current().block.barriers[int(barrier)].copied(copied)
 
 
 copy_box = instruction(
