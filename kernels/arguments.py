@@ -180,12 +180,6 @@ def first_token(sequence: int, given: Given) -> int:
 
 
 @inlined
-def live_token(token: int, begin: int, end: int) -> int:
-    """The token, or in place of one before `begin` or from `end` on one in between."""
-    return max(min(token, end - 1), begin)
-
-
-@inlined
 def first_query(sequence: int, steps: Steps, given: Given, mixed: bool) -> int:
     """Where a sequence's first query is, in bytes from the batch's first; in a mixed batch `cu_seqlens` says."""
     return load_i32(given.at.cu_seqlens + sequence * 4) * steps.token if mixed else sequence * steps.row

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import Given, Row, Tokens, Variant, head_of, live_token, make_addressing, make_entry, row_of
+from .arguments import Given, Row, Tokens, Variant, head_of, make_addressing, make_entry, row_of
 from .compiler import float32, inlined, int64, uint32
 from .memory import (
     copy_16, load_16, load_f32, load_shared_f32, shared_address, store_shared_16, store_shared_f32, wait_copies,
@@ -132,10 +132,8 @@ def make_bring_queries(work: Work, queries: int, head_dim: int, threads: int) ->
         for turn in range(turns):
             vector = thread + turn * threads
             if vector < queries * vectors:
-                query, column = (
-                    live_token(prompt.query + vector // vectors, 0, prompt.num_queries),
-                    vector % vectors * 16,
-                )
+                query = max(min(prompt.query + vector // vectors, prompt.num_queries - 1), 0)
+                column = vector % vectors * 16
                 copy_16(to + vector // vectors * pitch + column, address_of(query, homes[turn], tokens) + column)
 
     return bring_queries

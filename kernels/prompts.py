@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arguments import Given, Groups, Tokens, Variant, first_token, live_token, make_ragged, num_queries, sequence_of
+from .arguments import Given, Groups, Tokens, Variant, first_token, make_ragged, num_queries, sequence_of
 from .compiler import inlined
 from .memory import divide, load_i32, store_f32x2
 from .softmax import Softmax, Visible, divisors, make_store, sum_weights
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 @inlined
 def live(token: int, prompt: Prompt) -> int:
     """The token, or a live one in its place."""
-    return live_token(token, prompt.begin, prompt.length)
+    return max(min(token, prompt.length - 1), prompt.begin)
 
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
