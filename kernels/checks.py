@@ -6,9 +6,9 @@ call's tensors come to is its *plan*, prepared once and found again by one look 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from numbers import Number
+from operator import index, is_, itemgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -47,7 +47,7 @@ def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
 def check_integer(name: str, number: int) -> int:
     """Returns the number, which may be numpy's; raises `TypeError` unless it is an integer."""
     try:
-        return operator.index(number)
+        return index(number)
     except TypeError:
         raise TypeError(f"got {name} {number!r}; it must be an integer") from None
 
@@ -274,7 +274,7 @@ class Known(NamedTuple):
 def pick(where: Sequence[int]) -> Picker:
     """A function that picks the items at some places, in a tuple."""
     if len(where) > 1:
-        return operator.itemgetter(*where)
+        return itemgetter(*where)
     return lambda tensors: tuple([tensors[place] for place in where])  # type: ignore[misc]
 
 
@@ -326,9 +326,7 @@ class Plans(Generic[Found]):
         # Replaced as a whole: other threads see the old or the new.
         for known, distinct, twins, missing, nones, check, plan in self._recent:
             given = distinct(tensors)
-            is_missing = map(
-                operator.is_, missing(tensors), nones
-            )  # to ask torch whether a tensor equals None takes long
+            is_missing = map(is_, missing(tensors), nones)  # to ask torch whether a tensor equals None takes long
             if known == options and check(*given) and all(is_missing) and (not twins or same(tensors, twins)):
                 return plan, addresses_of(tensors if twins else given)
         if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
