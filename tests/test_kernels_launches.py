@@ -18,10 +18,9 @@ import torch
 from conftest import ROUNDS
 
 from vmmkv.kernels import launches
-from vmmkv.kernels.checks import keys
+from vmmkv.kernels.checks import Plans, keys
 from vmmkv.kernels.compiler import Kernel
 from vmmkv.kernels.launches import Launch, Workspace
-from vmmkv.kernels.plans import Plans
 
 HANDLE = 4711
 
