@@ -180,7 +180,7 @@ class Geometries(NamedTuple):
     @property
     def batch(self) -> int:
         """Sequences."""
-        return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return self.k.shape[0] if self.cu_seqlens is None else max(self.cu_seqlens.shape, default=0) - 1
 
 
 def _check(geometry: tuple[Key | None, ...]) -> Geometries:
