@@ -163,7 +163,7 @@ _get_waiting_candidates _local_pauses_requested _handle_request_error _run_gener
 _update_tp_group_state"""
 # Numba: the variables of a function that it compiles, which it copies over and over. Python: named tuples' public
 # methods are called so, the frame of a caller, and the end of a forked process.
-OF_OTHERS = "_con _asdict _exit _fields _getframe _is_owned _make _replace"
+OF_OTHERS = "_con _kws _run_block_rewrite _asdict _exit _fields _getframe _is_owned _make _replace"
 PRIVATE = {*OF_TORCH.split(), *OF_TRANSFORMERS.split(), *OF_OTHERS.split()}
 """Private names of other libraries that vmmkv uses. There is none of its own that another of its modules uses."""
 
