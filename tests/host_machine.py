@@ -7,8 +7,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import ClassVar
 
 import pytest
+import torch
 from core_machine import Model, follow
 from prefix_machine import Ids, Known, PrefixMachine, Tables
 from simulated_device import SimulatedDevice
@@ -28,10 +30,17 @@ from vmmkv.tier.stored import WINDOW
 
 
 class HostChunk(slots.Chunk):
-    """A chunk whose memory the simulated device may use, as long as it is there."""
+    """A chunk whose memory the simulated device may use, as long as it is there. Most are neighbours."""
+
+    arena: ClassVar[torch.Tensor] = torch.empty(1 << 28, dtype=torch.uint8)
+    used: ClassVar[int] = 0
 
     def __init__(self, pages: int, page_size: int, is_pinned: bool) -> None:
         super().__init__(pages, page_size, is_pinned)
+        begin, end = HostChunk.used, HostChunk.used + self.memory.nbytes
+        if end <= len(self.arena):
+            self.memory, HostChunk.used = self.arena[begin:end], end
+            self.address = self.memory.data_ptr()
         SimulatedDevice.host[self.address] = self.memory.nbytes
         weakref.finalize(self.memory, SimulatedDevice.host.pop, self.address)
 

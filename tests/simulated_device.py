@@ -163,7 +163,9 @@ class SimulatedDevice(FaultyDriver):
             return
         size = self.inner.page_size
         if not any(start <= address < start + length for start, length in self.ranges.items()):
-            assert any(start <= address < start + length for start, length in self.host.items()), "gone from the host"
+            last = address + nbytes
+            holds = (start <= address and last <= start + length for start, length in self.host.items())
+            assert any(holds), "gone from the host, or over two of its allocations"
             work()
             return
         first, last = address // size * size, (address + nbytes - 1) // size * size

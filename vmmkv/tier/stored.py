@@ -124,13 +124,16 @@ class StoredPrefixes:
         return np.isin(pages["serial"], chosen)
 
     def _copy(self, part: int, pages: npt.NDArray[Any], slots: list[Run]) -> None:
-        """Queues copies of pages of a range."""
+        """Queues copies of pages of a range, each within one chunk: see `copies`."""
         ask, left = Ask(), array("q", [slot.address for slot in slots])
         numbers, frames = np.ascontiguousarray(pages["page"]), np.ascontiguousarray(pages["frame"])
-        places = at(numbers), at(frames), left.buffer_info()[0], len(left)
-        code = entries.copy_frames(self._cache_at, part, *places, handle_of(self.stream), ask.address)
-        if code < 0:
-            raise self.cache.error(code, ask)
+        places, chunks = (at(numbers), at(frames), left.buffer_info()[0]), [slot.chunk for slot in slots]
+        ends = [index for index in range(1, len(slots)) if chunks[index] is not chunks[index - 1]] + [len(slots)]
+        for first, end in zip([0, *ends], ends):
+            words = *(place + 8 * first for place in places), end - first
+            code = entries.copy_frames(self._cache_at, part, *words, handle_of(self.stream), ask.address)
+            if code < 0:
+                raise self.cache.error(code, ask)
         missing: dict[int, list[tuple[int, int]]] = {}
         for frame, offset, slot, is_left in zip(frames.tolist(), pages["offset"].tolist(), slots, left):
             if is_left:
