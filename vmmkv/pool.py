@@ -215,7 +215,7 @@ class FramePool(Pool):
     def _accounts(self) -> list[AccountStats]:
         """What each holder has, the oldest first."""
         found = []
-        for name, holder in sorted(self.holders.items(), key=lambda item: item[1].account):
+        for name, holder in sorted(self.holders.copy().items(), key=lambda item: item[1].account):
             words = dict(zip(ACCOUNT.names or (), self.accounts[holder.account].tolist()))
             state = holder.state[0] if isinstance(holder, Cache) else None
             limit = min(words["limit"], self.limit_pages) if words["limit"] < NO_LIMIT_PAGES else self.limit_pages
@@ -285,7 +285,7 @@ def living_pools() -> list[FramePool]:
 
 def holders() -> list[Holder]:
     """The caches, growable tensors and memory pools of this process, by pool, the oldest first."""
-    found = [sorted(pool.holders.values(), key=lambda holder: holder.account) for pool in living_pools()]
+    found = [sorted(pool.holders.copy().values(), key=lambda holder: holder.account) for pool in living_pools()]
     return [holder for of_pool in found for holder in of_pool]
 
 

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +55,7 @@ class Publisher:
     """Answers those who ask, in a thread."""
 
     def __init__(self) -> None:
-        self._start = time.time()
+        self._start, self._is_over = time.time(), False
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(f"\0{PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
         self.socket.listen()
@@ -63,6 +64,7 @@ class Publisher:
 
     def stop(self) -> None:
         """Ends the thread. Gives up after `PATIENCE` if another thread holds a pool's lock."""
+        self._is_over = True
         self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(PATIENCE)
         self.socket.close()
@@ -71,9 +73,12 @@ class Publisher:
         while True:
             try:
                 client, _ = self.socket.accept()
-            except OSError:  # shut down
-                return
-            with client, suppress(OSError):
+            except OSError:
+                if self._is_over:
+                    return
+                time.sleep(PATIENCE)  # the process has too many files open
+                continue
+            with client, suppress(Exception):  # whatever becomes of one answer
                 client.settimeout(PATIENCE)
                 if _is_own(client):
                     client.sendall(json.dumps(self._record()).encode())
@@ -92,7 +97,8 @@ def read_all() -> list[dict[str, Any]]:
     time, or answer something else than a record of this version."""
     words = (line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())
     names = {word[1:] for word in words if word.startswith(f"@{PREFIX}")}
-    return sorted(filter(None, map(_read, names)), key=lambda record: int(record["pid"]))
+    with ThreadPoolExecutor(len(names) or 1) as threads:  # several may not answer
+        return sorted(filter(None, threads.map(_read, names)), key=lambda record: int(record["pid"]))
 
 
 def _read(name: str) -> dict[str, Any] | None:
@@ -102,9 +108,15 @@ def _read(name: str) -> dict[str, Any] | None:
         if _is_own(server):
             with server.makefile("rb") as answer:
                 record = json.load(answer)
-            if isinstance(record, dict) and record.keys() >= KEYS and isinstance(record["pid"], int):
-                return record
+            return record if _is_record(record) else None
     return None
+
+
+def _is_record(found: Any) -> bool:
+    """Whether that is a record of this version."""
+    if not (isinstance(found, dict) and found.keys() >= KEYS and isinstance(found["pid"], int)):
+        return False
+    return isinstance(found["pools"], list) and all(isinstance(pool, dict) for pool in found["pools"])
 
 
 def _is_own(peer: socket.socket) -> bool:
