@@ -92,7 +92,7 @@ class Pool:
         """The largest budget, in pages. Tables have room for twice as many frames: a change replaces some by others."""
         capacity = 2 * self.most + 64
         self.frames, self.accounts = zeros(capacity, FRAME), zeros(SLOTS, ACCOUNT)
-        self.steps = zeros(6 * capacity, STEP)
+        self.steps = journal(6 * capacity)
         self.caches = zeros(SLOTS, np.dtype(np.int64))
         self.stacks = {name: zeros(capacity, np.dtype(np.int64)) for name in STACKS}
         self.staging = driver.reserve(LARGE * driver.page_size)
@@ -339,6 +339,7 @@ class Pool:
         with self.lock:
             self.is_open = False
         _pools.discard(self)
+        _journals.setdefault(len(self.steps), []).append(self.steps)
 
     def open_account(self, limit: int, reserved: int = 0) -> int:
         """Opens an account; returns its number. Raises `BudgetError`."""
@@ -380,6 +381,15 @@ def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         _chunk[1] += nbytes
     keep(array_of)
     return array_of
+
+
+def journal(steps: int) -> np.ndarray[Any, np.dtype[Any]]:
+    """A table of steps: one that a pool has left, or a new one. It is most of the addresses that a pool takes."""
+    left = _journals.get(steps)
+    try:
+        return left.pop() if left else zeros(steps, STEP)
+    except IndexError:  # another thread has taken it
+        return zeros(steps, STEP)
 
 
 def at(array_of: np.ndarray[Any, Any]) -> int:
@@ -427,6 +437,8 @@ def _leave_to_parent() -> None:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_journals: dict[int, list[np.ndarray[Any, np.dtype[Any]]]] = {}
+"""By length: tables of steps that pools have left."""
 _with_unclosed: set[Pool] = set()
 """Pools with caches that could not be closed. Nothing else may hold them."""
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -77,6 +77,7 @@ def plan_share(cache: int, ticket: int, given: int, tokens: int, length: int, fr
     """
     pool, a, source = cache_of(cache).pool, ask_of(ask), -1
     settle(pool, ask)
+    a.slots = 0
     row = active_row(cache, ticket)
     if row < 0:
         return row
