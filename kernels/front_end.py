@@ -24,7 +24,7 @@ _made: dict[Any, Any] = {}  # while a kernel compiles: what it needs again
 def quick() -> Iterator[None]:
     """What compiles a kernel here takes less time. Other threads that compile something wait meanwhile."""
     with global_compiler_lock:
-        originals = {place: getattr(*place, None) for place in _CHANGES}
+        originals = {place: getattr(*place, None) for place in _CHANGES}  # a block has no way of its own to be copied
         collecting = gc.isenabled()
         gc.disable()  # a fifth of the time
         try:
@@ -33,7 +33,7 @@ def quick() -> Iterator[None]:
             yield
         finally:
             for place, original in originals.items():
-                setattr(*place, original)
+                setattr(*place, original) if original else delattr(*place)
             _made.clear()
             if collecting:
                 gc.enable()
@@ -43,8 +43,10 @@ def _changed(original: Any, change: Any) -> Any:
     return lambda *arguments, **options: change(original, *arguments, **options)
 
 
-def _translate_once(translate: Any, worker: Any, function: Any) -> Any:
+def _translate_once(translate: Any, worker: Any, function: Any, **options: Any) -> Any:
     """Python to instructions: copies of what is there, in a scope of their own, for whoever calls the function."""
+    if options:
+        return translate(worker, function, **options)
     if function not in _made:
         _made[function] = translate(worker, function)
     copied = _made[function].copy()
