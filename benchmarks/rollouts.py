@@ -59,7 +59,7 @@ EVERY, REQUEST_EVERY = 0.005, 20
 """Seconds between two looks at the memory of K and V, and sleeps between two requests."""
 CLOSE = 4
 """The search ends where what is too large is larger than what fits by one part in so many."""
-FULL, FULL_ON_HOST = 10 << 30, 1 << 20
+FULL, FULL_ON_HOST = 10 << 30, 1 << 18
 """Bytes of K and V of a full cache, which also sleeps."""
 GRACE = 15.0
 """Seconds in which a side may end what it has begun in time."""
