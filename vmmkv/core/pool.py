@@ -130,6 +130,7 @@ class Pool:
             with lock:
                 if not self.is_open:
                     raise UseAfterFreeError("this pool was closed; make a new one")
+                ask.words[ASKED] = 0
                 code = plan(*arguments, ask.address)
                 if code > codes.RING:
                     entries.run(self.address, code, 0)
