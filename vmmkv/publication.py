@@ -28,6 +28,8 @@ PREFIX = "vmmkv-top-"
 """How names of sockets begin."""
 PATIENCE = 1.0
 """Seconds to wait for a process that does not answer, for another thread may hold a pool's lock, or does not read."""
+ASKED_AT_ONCE = 32
+"""Processes that are asked at the same time, for some may not answer. Other users can publish any number of names."""
 KEYS = {"pid", "start", "command", "time", "pools"}
 """Of a record: the process, when it began to publish, what it runs, when the snapshot was taken, and the pools."""
 
@@ -97,7 +99,7 @@ def read_all() -> list[dict[str, Any]]:
     time, or answer something else than a record of this version."""
     words = (line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())
     names = {word[1:] for word in words if word.startswith(f"@{PREFIX}")}
-    with ThreadPoolExecutor(len(names) or 1) as threads:  # several may not answer
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
         return sorted(filter(None, threads.map(_read, names)), key=lambda record: int(record["pid"]))
 
 
