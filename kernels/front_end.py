@@ -26,8 +26,8 @@ def quick() -> Iterator[None]:
     with global_compiler_lock:
         originals = {place: getattr(*place, None) for place in _CHANGES}  # a block has no way of its own to be copied
         collecting = gc.isenabled()
-        gc.disable()  # a fifth of the time
         try:
+            gc.disable()  # a fifth of the time
             for place, original in originals.items():
                 setattr(*place, _changed(original, _CHANGES[place]))
             yield
@@ -44,7 +44,7 @@ def _changed(original: Any, change: Any) -> Any:
 
 
 def _translate_once(translate: Any, worker: Any, function: Any, **options: Any) -> Any:
-    """Python to instructions: copies of what is there, in a scope of their own, for whoever calls the function."""
+    """Translates a function to instructions once. Each call of it gets a copy of these, in a scope of its own."""
     if options:
         return translate(worker, function, **options)
     if function not in _made:
@@ -84,7 +84,7 @@ def _follow_few(compute: Any, graph: Any, blocks: Any, uses: Any, definitions: A
 
 
 def _process_late(process: Any, processor: Any, emit_dels: bool = False, **options: Any) -> None:
-    """Until it is asked for nobody works out how long variables live."""
+    """Computes how long variables live only where that is asked for."""
     if emit_dels:
         process(processor, emit_dels, **options)
     else:

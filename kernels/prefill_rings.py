@@ -265,7 +265,7 @@ class Rings(NamedTuple):
     """All rings of a block of threads: a `Ring` each, the functions on it, or how many slots it has."""
 
     jobs: Any
-    queries: Any  # jobs whose queries there is room for
+    queries: Any  # the queries of a few jobs
     k: Any
     v: Any
 

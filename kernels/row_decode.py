@@ -260,7 +260,7 @@ def check_call(keys: Keys) -> Geometries:
 
 
 def output_like(q: torch.Tensor) -> torch.Tensor:
-    """Room for the result: like `q`, but for latents, whose V is narrower than K."""
+    """A tensor for the result: the shape of `q`, but the width of V for latents, whose V is narrower than their K."""
     return torch.empty_like(q) if q.shape[-1] != LATENT_DIM else q.new_empty(*q.shape[:-1], LATENT_V_DIM)
 
 

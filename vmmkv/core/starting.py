@@ -144,7 +144,7 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
     `DONE`, `NEEDS` or `FAILED`. It needs the context."""
     c, a, row, pages = cache_of(cache), ask_of(ask), wanted, 0
     vacant = row_at(cache, c.num_rows + VACANT_ROWS).next
-    if wanted < 0:  # a parked row whose pages suit it, else one without pages
+    if wanted < 0:  # any: a parked row whose pages suit the sequence, else a row without pages
         for part in range(c.ranges):
             pages += pages_with(cache, part, target)
         if not c.key_of_sequence and c.classes and (pages or vacant >= c.num_rows):

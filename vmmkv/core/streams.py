@@ -56,7 +56,7 @@ def order(driver: int, streams: int, first: int, slots: int, tick: int, handle: 
 
 @inner
 def unfinished(driver: int, slots: int, tick: int, ask: int) -> int:
-    """The slots of a fence whose work has not finished."""
+    """The slots of those streams of a fence whose work has not finished."""
     if slots and enter(driver, ask) == 0:
         slots = pending_slots(driver, slots, tick, ask)
         leave(driver, ask)

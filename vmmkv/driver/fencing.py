@@ -135,8 +135,8 @@ def record_slots(driver: int, slots: int, current: int, scratch: int) -> int:
 
 @inner
 def pending_slots(driver: int, slots: int, tick: int, scratch: int) -> int:
-    """The slots of a fence whose work has not finished. The scratch has the status of a query that has failed, or 0. It
-    needs the context."""
+    """The slots of those streams of a fence whose work has not finished. The scratch has the status of a query that
+    has failed, or 0. It needs the context."""
     left, words = 0, view(scratch, SCRATCH, np.int64)
     words[STATUS] = 0
     for slot in range(SLOTS):

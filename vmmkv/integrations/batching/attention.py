@@ -52,8 +52,9 @@ def attend_rows(
     s_aux: Tensor | None = None,
     **told: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer on rows. Raises `UnsupportedAttentionError` for a call without a batch of continuous
-    batching, for keywords that are not known here, and, of a `Probe`, for a layer whose tokens see later ones."""
+    """Attention of a layer on rows. Raises `UnsupportedAttentionError` if the call has no batch of continuous batching
+    or has keywords that are not known here; and, where a `Probe` runs the model, if tokens of the layer see later ones.
+    """
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     cache, config = vmmkv_cache, getattr(module, "config", None)
