@@ -62,8 +62,8 @@ from .views import TokenCache
 
 Ints = npt.NDArray[np.integer[Any]]
 _making = threading.Lock()
-LOOKAHEAD_PAGES = 4
-"""Pages of tokens mapped ahead by default, on a GPU."""
+LOOKAHEAD_PAGES = 1
+"""Pages of tokens mapped ahead by default, on a GPU. More take pages of parked rows that a new sequence would adopt."""
 
 
 class KVCache(TokenCache):
@@ -94,7 +94,7 @@ class KVCache(TokenCache):
         reserved: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
             While unused, other caches may use them for parked rows and cached prefixes, never for live tokens.
         lookahead: tokens for which a background thread maps pages behind each sequence's end before it needs them,
-            from idle memory. None is four pages of tokens on a GPU, and no thread on host memory; 0 is no thread.
+            from idle memory. None is one page of tokens on a GPU, and no thread on host memory; 0 is no thread.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
             end. They count as used. Their contents are undefined: a kernel that multiplies them by zero, as
             FlashAttention-3 does, needs finite numbers there (set `scrub` if the pool may have held NaN before).

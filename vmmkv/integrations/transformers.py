@@ -63,8 +63,8 @@ class VmmCache(theirs.DynamicCache):
             that is free when K and V first come there; None is 80 % of it.
         page_size: bytes of a page; None is 2 MiB.
         pool: physical memory shared with others, instead of `max_bytes` and `page_size`: for models on its device.
-        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
-            pages of them on a GPU, 0 is no thread.
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is one
+            page of them on a GPU, 0 is no thread.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). For models with `attn_implementation="vmmkv"`, the only
             attention that can read K and V behind the prompt. Where its kernels do not take K and V (on the CPU, in
