@@ -92,7 +92,7 @@ BENCHMARKS = {
     "core_null": Benchmark(GPU, 0.4, "core --device null --rounds 30 --json"),
     "attention": Benchmark(GPU, 2.7, "attention --trace {conv} --only decode --only prefill --json"),
     "mapper": Benchmark(GPU, 1.6, "mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"),
-    "sharing": Benchmark(GPU, 0.8, "sharing --rounds 4 --json"),
+    "sharing": Benchmark(GPU, 0.8, "sharing --json"),
     "prefixes": Benchmark(GPU, 0.3, "prefixes --json"),
     "swap": Benchmark(GPU, 1, "swap --json"),
     "attention_shapes": Benchmark(GPU, 0.4, "attention --only shapes --json"),
