@@ -157,7 +157,7 @@ def finish(pool: int, accepted: int, ask: int) -> int:
     for index in range(p.calls):
         s = step_in(pool, index)
         if s.kind == MAP and s.other:
-            add_user(s.cache, s.frame, -1)
+            charge(s.cache, add_user(s.cache, s.frame, -1))
     for index in range(p.steps):
         s = step_in(pool, index)
         if s.row >= 0 and row_at(s.cache, s.row).busy:

@@ -125,24 +125,23 @@ def available(cache: int) -> int:
 
 
 @inner
-def add_user(cache: int, frame: int, users: int) -> None:
-    """Adds to the users of a frame below `shared`. The first user charges its pages, the last discharges them."""
+def add_user(cache: int, frame: int, users: int) -> int:
+    """Adds to the users of a frame below `shared`. Returns the pages to charge: all of them with the first user; those
+    to discharge, with the last, are negative."""
     f = frame_in(cache_of(cache).pool, frame)
     before = f.users
     f.users += users
-    if before == 0 or f.users == 0:
-        charge(cache, f.pages * ((f.users > 0) - (before > 0)))
+    return f.pages * ((f.users > 0) - (before > 0))
 
 
 @inner
 def count_users(cache: int, row: int, part: int, first: int, end: int, users: int) -> None:
     """Counts pages that a row begins (`users` is 1) or ceases (-1) to use: below `shared` by frame, above by page."""
-    e, page = extent_at(cache, row, part), first
+    e, page, pages = extent_at(cache, row, part), first, 0
     while page < min(end, e.shared):
-        add_user(cache, frame_at(cache, part, row, page), users)
+        pages += add_user(cache, frame_at(cache, part, row, page), users)
         page += span_at(cache, row, part, page)
-    if page < end:
-        charge(cache, (end - page) * users)
+    charge(cache, pages + max(end - page, 0) * users)
 
 
 @inner

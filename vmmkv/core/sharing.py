@@ -21,7 +21,7 @@ from .growth import larges_for
 from .journal import begin, close, emit_row, plan_length, plan_new, plan_unmap_all, use_source
 from .pages import active_row, address_of, fit, frame_at, mapped_pages, page_of, pages_with
 from .reclaim import ALL, is_idle, supply
-from .rows import add_user, available, is_over, recount, settle_row, track, use, use_tokens
+from .rows import add_user, available, charge, is_over, recount, settle_row, track, use, use_tokens
 from .starting import kept
 from .streams import is_captured, name_stream, order_row
 from .tables import ROW_BITS, ROW_MASK
@@ -37,7 +37,7 @@ def next_list(frames_at: int) -> int:
 def share_page(cache: int, row: int, part: int, page: int, frame: int) -> int:
     """Plans to map a frame that other rows or a guest have: it counts as used until the commit. Returns its pages."""
     pool, pages = cache_of(cache).pool, frame_in(cache_of(cache).pool, frame).pages
-    add_user(cache, frame, 1)
+    charge(cache, add_user(cache, frame, 1))
     step_in(pool, emit_row(cache, MAP, row, part, page, pages, frame)).other = 1
     return pages
 
