@@ -141,16 +141,15 @@ class Cache:
 
     def _started(self, sequence: Sequence, code: int, ask: Ask, row: int) -> None:
         """Notes the ticket of a sequence that was started, or raises the error of its start."""
-        if code == codes.GONE:
-            raise UseAfterFreeError("the cache was closed; make a new one")
-        if code in (codes.NO_ROWS, codes.TAKEN):
-            if row >= 0 and self.owners[row]:
-                raise OutOfRowsError(
-                    f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row"
-                )
-            raise OutOfRowsError(f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some")
         if code < 0:
-            raise self.pool.error(code, ask)
+            if code == codes.GONE:
+                raise UseAfterFreeError("the cache was closed; make a new one")
+            if code not in (codes.NO_ROWS, codes.TAKEN):
+                raise self.pool.error(code, ask)
+            if row < 0 or not self.owners[row]:
+                words = f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some"
+                raise OutOfRowsError(words)
+            raise OutOfRowsError(f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row")
         sequence.ticket = sequence.cell[0]
         self.pool.keep_stream(ask)
         if code == codes.RING:
@@ -265,15 +264,14 @@ class Cache:
         if code < 0:
             raise self.error(code, ask)
 
-    def adopt_kept(self, row: int, last: int, tokens: int, expected: int = 0) -> Sequence | None:
-        """Starts a sequence on a parked row, with tokens of its last sequence; None if they are gone."""
-        if not 0 <= row < self.max_sequences or not 0 <= expected <= self.max_seq_len:
-            raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, and {expected} expected tokens")
-        sequence, ask, handle = self.kind(self), Ask(), self.pool.current_handle()
-        arguments = row, last, check_tokens(tokens, self.max_seq_len), expected, handle, sequence.cell.buffer_info()[0]
-        code = entries.adopt_kept(self.address, *arguments, ask.address)
-        while code == codes.NO_PAGES and self.pool.gain_budget_for(ask):
-            code = entries.adopt_kept(self.address, *arguments, ask.address)
+    def adopt_kept(self, row: int, last: int, tokens: int, length: int = 0, expected: int = 0) -> Sequence | None:
+        """Starts a sequence on a parked row, with tokens of its last sequence, and of `length` tokens if these lie on
+        its pages; None if they are gone."""
+        sequence, ask, pool = self.kind(self), Ask(), self.pool
+        cell, handle = sequence.cell.buffer_info()[0], pool.current_handle()
+        arguments = row, last, tokens, length, expected, handle, cell, ask.address
+        while (code := entries.adopt_kept(self.address, *arguments)) == codes.NO_PAGES and pool.gain_budget_for(ask):
+            pass
         if code == codes.GONE:
             return None
         self._started(sequence, code, ask, row)

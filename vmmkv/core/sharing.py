@@ -1,11 +1,11 @@
 """Frames in several rows: forks, and the frames of guests in front of a new sequence.
 
-A guest, such as a tree of prefixes, remembers the tokens of frames and shares the frames later. It holds frames: these
-outlive the rows in which they are mapped. The core knows no token ids. `join` starts the notes of a cache, which tell
-of sequences that have ended (`FREED`) or were cut (`CUT`); a guest reads them before each lookup, and forgets all that
-it knows of rows if the ring was full. `plan_share` puts held frames in front of a new sequence, and `adopt_kept` gives
-it a parked row as it is. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop as
-many, without a lock, and plans again. `join`, `hold` and `refer` need no lock, and make no driver call.
+A guest, such as a prefix tree, remembers the tokens of frames and shares them later. It holds frames: these outlive the
+rows in which they are mapped. The core knows no token ids. `join` starts the notes of a cache, which tell of sequences
+that have ended (`FREED`), were cut (`CUT`) or have passed tokens on (`PASSED`); a guest reads them before each look-up,
+and forgets all rows if the ring was full. `plan_share` puts held frames in front of a new sequence, and `adopt_kept`
+gives it a parked row as it is. A plan that lacks pages returns `SHORT` and their number; the shell asks guests to drop
+as many, without a lock, and plans again. `join`, `hold` and `refer` need no lock and make no driver call.
 
 A list of frames is, for each range of the cache, the number of frames and then their numbers. The frames of a range lie
 on its pages from 0 on, one behind the other.

@@ -15,8 +15,8 @@ from .rows import available, class_of, grow_to, is_over, queue_row, set_bounds, 
 from .streams import fence_row, fence_stream, hold_slot, is_captured, order, stream_in
 from .tables import CLASSES, NOTE, NUM_CLASSES, RETIRED, ROW_BITS, VACANT_ROWS
 
-FREED, CUT = 1, 2
-"""Kinds of notes for a guest: a sequence has ended; a sequence was cut to a length."""
+FREED, CUT, PASSED = 1, 2, 3
+"""Kinds of notes for a guest: a sequence has ended; was cut to a length; has passed on what it had left to another."""
 CANDIDATES = 8
 """Parked rows of a size that `choose` looks at."""
 
@@ -27,7 +27,8 @@ def note(cache: int, kind: int, row: int, tokens: int) -> None:
     c = cache_of(cache)
     if c.guest:
         n = view(c.ring_at, c.ring_size, NOTE)[c.ring_head % c.ring_size]
-        n.kind, n.row, n.owner, n.tokens = kind, row, row_at(cache, row).owner, tokens
+        n.kind, n.row, n.heir, n.tokens = kind, row, row_at(cache, row).owner, tokens
+        n.owner = row_at(cache, row).last if kind == PASSED else n.heir
         c.ring_head += 1
 
 
@@ -164,9 +165,11 @@ def take_row(cache: int, target: int, key: int, wanted: int, slot: int, ask: int
 
 
 @entry
-def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, handle: int, cell: int, ask: int) -> int:
-    """Gives a parked row to a new sequence that begins with the first tokens of the sequence `last`, which had the row.
-    Returns `DONE` or `RING`; `GONE`: another sequence has had the row, or pages are gone; or what `adopt` returns."""
+def adopt_kept(
+    cache: int, row: int, last: int, tokens: int, length: int, expected: int, handle: int, cell: int, ask: int
+) -> int:
+    """Gives a parked row to a new sequence that begins with first tokens of the sequence `last`, which had the row, and
+    has `length` tokens if these lie on ready pages. Returns `GONE` if pages are gone, or what `adopt` returns."""
     c, a, slot, code = cache_of(cache), ask_of(ask), -1, DONE
     p = pool_of(c.pool)
     if p.dead:
@@ -201,8 +204,10 @@ def adopt_kept(cache: int, row: int, last: int, tokens: int, expected: int, hand
     c.tokens += tokens
     c.reused += 1
     settle_row(cache, row)
+    note(cache, PASSED, row, tokens)
     words_at(cell, 1)[0] = ticket
-    return RING if max(expected, tokens) > r.ahead_at and c.lookahead and queue_row(cache, row) else DONE
+    grow_to(cache, row, max(length, tokens))
+    return RING if max(expected, r.length) > r.ahead_at and c.lookahead and queue_row(cache, row) else DONE
 
 
 @entry

@@ -85,8 +85,8 @@ the driver has no memory for new frames, and `current`, the handle of its stream
 COUNTS = fields("mapped bytes uses live parked retired")
 """Pages that are mapped for a cache, and bytes of its live tokens, each byte of memory counted once; pages that live
 sequences use, each as often as it is used; live rows, parked rows, rows that no sequence can adopt as they are."""
-NOTE = fields("kind row owner tokens")
-"""A message to a guest about a row: see `vmmkv.core.sharing`."""
+NOTE = fields("kind row owner tokens heir")
+"""A message to a guest about a row, and the owner that its tokens have then: see `vmmkv.core.sharing`."""
 
 VACANT_ROWS, LIVE, SPARE, RETIRED, CLASSES = 0, 1, 2, 3, 4
 """Lists: rows without pages, live rows without surplus, live rows with surplus, rows that no sequence can adopt as they

@@ -7,8 +7,8 @@ from ..compiled.native import view
 from ..core.access import cache_of, row_at
 from ..core.codes import DONE, GONE
 from ..core.pages import row_of
-from ..core.starting import CUT, kept
-from ..core.tables import NOTE, ROW_BITS, ROW_MASK
+from ..core.starting import CUT, FREED, kept
+from ..core.tables import NOTE, ROW_BITS
 from .containers import arrange, ring_add, ring_drop
 from .nodes import link, node_with, split, tidy, unlink
 from .tables import HOLDER_BYTES, holders_of, ids_of, nodes_of, tree_of
@@ -117,7 +117,7 @@ def read_notes(tree: int) -> None:
             set_end(tree, n.row, 0)
         cut_row(tree, n.row, n.tokens)
         if n.kind != CUT:
-            pass_on(tree, n.row, n.owner, 1)
+            pass_on(tree, n.row, n.heir, 1 if n.kind == FREED else 0)
 
 
 @inner
@@ -128,19 +128,6 @@ def hold_row(tree: int, row: int, owner: int, node: int) -> None:
         set_end(tree, row, 0)
     h.owner, h.parked = owner, 0
     set_end(tree, row, node)
-
-
-@entry
-def adopted(tree: int, ticket: int, last: int, tokens: int) -> int:
-    """Notes that a sequence has adopted the parked row of another, `last`, with so many of its tokens."""
-    row = ticket & ROW_MASK
-    read_notes(tree)
-    h = holders_of(tree)[row]
-    if row_of(tree_of(tree).cache, ticket) < 0 or h.owner != last or h.node == 0:
-        return GONE
-    cut_row(tree, row, tokens)
-    pass_on(tree, row, ticket >> ROW_BITS, 0)
-    return DONE
 
 
 @entry

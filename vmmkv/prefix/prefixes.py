@@ -42,6 +42,7 @@ Ints = npt.NDArray[np.int64]
 WORDS = len(FOUND.names or ())
 ACTION, TOKENS, ROW_AT, LAST = range(WORDS)
 """Places in a `FOUND`."""
+NO_WORDS = array("q", bytes(8 * WORDS))
 REFUSALS: dict[int, tuple[type[Exception], str]] = {
     TOO_FEW: (ArgumentError, "{} tokens; the sequence has fewer. Compute them first"),
     NO_FRONT: (UnsupportedError, "tokens of a sequence that has released its front"),
@@ -119,17 +120,15 @@ class Prefixes:
         ids, most = np.ascontiguousarray(ids, np.int64), self.cache.max_seq_len
         length = check_tokens(len(ids), most) if whole else 0
         expected = max(check_tokens(expected, most), min(len(ids), most))
-        found = array("q", bytes(8 * WORDS))
+        found = NO_WORDS[:]
         words, out = (key.number, at(ids), max(len(ids) - 1, 0)), found.buffer_info()[0]
         action = entries.look_up(self.address, *words, out)
-        sequence, cached = None, 0
+        sequence, cached = None, found[TOKENS]
         try:
             if action == ADOPT:
-                sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], expected)
+                sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], length, expected)
             if sequence is not None:
-                cached = found[TOKENS]
-                entries.adopted(self.address, sequence.ticket, found[LAST], cached)
-                if length > cached:
+                if length > sequence.length:
                     sequence.extend(length - cached)
             elif action != NOTHING:
                 sequence = self._share(key, words, length, expected, found)
@@ -223,7 +222,7 @@ class Prefixes:
 
     def shared_pages(self, ids: Any, key: Key = NO_NAMES) -> int:
         """The pages that a sequence of these ids would share with live ones if it began now."""
-        ids, found = np.ascontiguousarray(ids, np.int64), array("q", bytes(8 * WORDS))
+        ids, found = np.ascontiguousarray(ids, np.int64), NO_WORDS[:]
         words = key.number, at(ids), max(len(ids) - 1, 0), found.buffer_info()[0]
         return int(entries.shared_pages(self.address, *words))
 
