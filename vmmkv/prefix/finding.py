@@ -49,7 +49,7 @@ def gather(tree: int, node: int) -> None:
             groups[group] = 0
     while nodes[node].parent:
         slots = slots_of(tree, node)
-        for index in range(t.width):
+        for index in range(t.width if nodes[node].full else 0):
             if slots[index]:
                 s, page = shapes_of(tree)[index], page_of(tree, node, index)
                 room_at = parts[s.part].pages_at if s.size == 1 else parts[s.part].groups_at
@@ -127,8 +127,8 @@ def is_below_large(tree: int, tokens: int) -> int:
 
 @inner
 def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) -> int:
-    """Finds most of the first tokens: in frames, and in a row where that has more. Lists the frames, and writes what
-    was found. Returns the node with the last token."""
+    """Finds most of the first tokens: in frames, which it lists, and in a row where that has more. Writes what was
+    found. Returns the node with the last token."""
     f, nodes, holders = view(found, 1, FOUND)[0], nodes_of(tree), holders_of(tree)
     f.action, f.tokens, f.row, f.last = NOTHING, 0, -1, 0
     while True:
@@ -156,24 +156,36 @@ def find(tree: int, key: int, ids_at: int, count: int, over: int, found: int) ->
         gather(tree, lowest(tree, node, tokens) if over else node)
         held = list_all(tree, tokens, over)
         while held < tokens:  # fewer tokens may be held by other frames
-            tokens = held
-            held = list_all(tree, tokens, over)
+            tokens, held = held, list_all(tree, held, over)
         row = -1 if tokens >= there else row
     if row >= 0:
         node, tokens = at, there
-        gather(tree, node)
-        is_all = list_all(tree, tokens, 0) == tokens
         lost = nodes[holders[row].node].end - tokens  # tokens of the row that others could have found
+        if holders[row].parked and lost:
+            gather(tree, node)
+            list_all(tree, tokens, 0)
         if holders[row].parked and lost <= tree_of(tree).listed and may_adopt(tree, row, tokens):
             f.action = ADOPT
-        elif is_all and not is_below_large(tree, tokens):  # few tokens may be copied: see `plan_hit`
-            row = -1
     if tokens == 0:
         return 0
     f.action, f.tokens, f.row, f.last = max(f.action, SHARE), tokens, row, holders[row].owner if row >= 0 else 0
     node = node_with(tree, node, tokens)
     use_path(tree, node)
     return node
+
+
+@inner
+def list_found(tree: int, node: int, over: int, found: int) -> int:
+    """Lists the frames of what was found, up to a node. Returns whether they have all of that, and nothing behind."""
+    f = view(found, 1, FOUND)[0]
+    if f.row >= 0:
+        gather(tree, node)
+    is_all = 1 if list_all(tree, f.tokens, 0) == f.tokens else 0
+    if is_all and not is_below_large(tree, f.tokens):  # few tokens may be copied: see `plan_hit`
+        f.row = -1
+    if f.row < 0 and not is_all:
+        list_all(tree, f.tokens, over)
+    return is_all
 
 
 @entry
@@ -190,8 +202,7 @@ def shared_pages(tree: int, key: int, ids_at: int, count: int, found: int) -> in
     """The pages that a sequence of these ids would share with live ones: of frames that hold its first tokens alone."""
     shared, cursor = 0, tree_of(tree).list_at
     read_notes(tree)
-    if find(tree, key, ids_at, count, 1, found) == 0:
-        return 0
+    list_found(tree, find(tree, key, ids_at, count, 1, found), 1, found)
     for part in range(tree_of(tree).ranges):
         full, page = view(found, 1, FOUND)[0].tokens * parts_of(tree)[part].record // tree_of(tree).page_size, 0
         numbers = view(cursor, full + 2, np.int64)
@@ -228,10 +239,8 @@ def plan_hit(
     code = order_row(t.cache, row, 0, t.slots, t.tick, ask) if t.slots else DONE
     if code != DONE:
         return code
-    given, whole = f.last << ROW_BITS | f.row if f.row >= 0 else -1, max(length, f.tokens)
-    if f.row < 0 and list_all(tree, f.tokens, 0) < f.tokens:
-        whole = f.tokens
-        list_all(tree, f.tokens, over)
+    whole = max(length, f.tokens) if list_found(tree, node, over, found) or f.row >= 0 else f.tokens
+    given = f.last << ROW_BITS | f.row if f.row >= 0 else -1
     if over and f.row >= 0 and is_below_large(tree, f.tokens) and not is_below_large(tree, max(expected, whole)):
         for part in range(t.ranges):  # a copy: behind shared single pages there could be no large frames
             view(t.list_at, t.ranges, np.int64)[part] = 0

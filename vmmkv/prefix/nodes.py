@@ -4,7 +4,7 @@ import numpy as np
 
 from ..compiled import inner
 from ..compiled.native import view
-from .containers import arrange, ring_add, ring_drop, take_off
+from .containers import arrange, arrange_up, ring_add, ring_drop, take_off
 from .tables import DEFAULT_PRIORITY, NODE_BYTES, NODE_WORDS, TOKEN_BITS, ids_of, nodes_of, parts_of, shapes_of, tree_of
 from .telling import copy_words, untell
 
@@ -83,8 +83,7 @@ def take_node(tree: int) -> int:
 def let_node(tree: int, node: int) -> None:
     """Gives a node back."""
     t = tree_of(tree)
-    nodes_of(tree)[node].next = t.free
-    t.free = node
+    nodes_of(tree)[node].next, t.free = t.free, node
     t.used -= 1
 
 
@@ -104,15 +103,20 @@ def page_of(tree: int, node: int, index: int) -> int:
 def walk(tree: int, key: int, ids_at: int, count: int) -> int:
     """Follows ids from the root of a key. Returns the last node, of which a part may be equal, and in the lower 32 bits
     the number of equal ids."""
-    nodes, tokens, node, ids = nodes_of(tree), 0, child_of(tree, 0, key), view(ids_at, max(count, 1), np.int64)
+    t, nodes, tokens, node = tree_of(tree), nodes_of(tree), 0, child_of(tree, 0, key)
     while node and tokens < count:
-        child = child_of(tree, node, ids[tokens])
+        child = child_of(tree, node, view(ids_at, count, np.int64)[tokens])
         if child == 0:
             break
-        node = child
-        n, own = nodes[node], ids_of(tree, node)
-        while tokens < min(n.end, count) and own[tokens - n.base] == ids[tokens]:
-            tokens += 1
+        node, n, equal, differing = child, nodes[child], 0, 0
+        left = min(n.end, count) - tokens
+        ids = view(ids_at + 8 * tokens, left, np.int64)
+        own = view(t.ids_at + 8 * (node * t.grain + tokens - n.base), left, np.int64)
+        for index in range(left):  # all of them: the processor compares several at a time
+            differing |= ids[index] ^ own[index]
+        while differing and ids[equal] == own[equal]:
+            equal += 1
+        tokens += equal if differing else left
         if tokens < n.end:
             break
     return node << TOKEN_BITS | tokens
@@ -129,13 +133,12 @@ def node_with(tree: int, node: int, tokens: int) -> int:
 
 @inner
 def use_path(tree: int, node: int) -> None:
-    """Notes that a path was used now."""
-    t, nodes = tree_of(tree), nodes_of(tree)
+    """Notes that a path was used now. Only at its end may there be nodes in the order of eviction."""
+    t, nodes, above = tree_of(tree), nodes_of(tree), node
     t.clock += 1
-    while node:
-        nodes[node].used = t.clock
-        arrange(tree, node)
-        node = nodes[node].parent
+    while above:
+        nodes[above].used, above = t.clock, nodes[above].parent
+    arrange_up(tree, node)
 
 
 # ---------------------------------------------------------------------- surgery

@@ -48,8 +48,8 @@ frames. `held` counts references to frames, `pages` their pages, and `listed` th
 `order` and `timers` are addresses of heaps. Events are numbered from 0 on: `first_event` is the oldest that is there.
 `moved` counts the pages that an eviction has listed for the host, and `serial` the nodes that were moved there."""
 NODE = fields(
-    "next prev parent first begin end base limit child chain children rows live holder pins full known known_below "
-    "told priority used expires host lead"
+    "next prev parent first begin end base child "  # a walk reads these
+    "used known rows known_below live holder pins full limit chain children told priority expires host lead"
 )
 """`first` is the first id; `chain` the next node with the same hash; `holder` a row + 1; `full` the number of slots in
 use. `host` is the serial of the node's copy in host memory, times -1 while the copy is being made; `lead` says that the
