@@ -257,7 +257,8 @@ class KVCache(TokenCache):
         """
         if row is not None:
             row = row_number(row, self.max_sequences)
-        check_flags(reuse=reuse, whole=whole)
+        if type(reuse) is not bool or type(whole) is not bool:
+            check_flags(reuse=reuse, whole=whole)
         if self.scales:
             self.scales.check_not_captured()
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
@@ -284,11 +285,12 @@ class KVCache(TokenCache):
         if self.event_log is not None:
             check_ids(ids)
             told_names(*names)
-        with _making:
-            if self.prefixes is None:
-                self.prefixes = Prefixes(proxy(self), tier=self.host_tier)
+        if self.prefixes is None:
+            with _making:
+                self.prefixes = self.prefixes or Prefixes(proxy(self), tier=self.host_tier)
+        key = self.prefixes.names.get(names) or self.prefixes.key(*names)
         with self.pool.nvtx("vmmkv: prefix hit"):
-            found, cached = self.prefixes.start(ids, self.prefixes.key(*names), whole=whole, expected=expected)
+            found, cached = self.prefixes.start(ids, key, whole=whole, expected=expected)
         sequence = self._begun(found)
         sequence.cached_tokens = cached
         for each in (self, self.pool):

@@ -395,7 +395,7 @@ def journal(steps: int) -> np.ndarray[Any, np.dtype[Any]]:
 
 def at(array_of: np.ndarray[Any, Any]) -> int:
     """The address of an array."""
-    return int(array_of.ctypes.data)
+    return int(array_of.__array_interface__["data"][0])
 
 
 def record(dtype: np.dtype[Any], **words: int) -> np.ndarray[Any, np.dtype[Any]]:
