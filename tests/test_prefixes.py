@@ -262,6 +262,8 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
         (vmmkv.ArgumentError, "without token_ids", {"tokens": 20, "whole": False}),
         (ValueError, "expected_tokens=-1", {"expected_tokens": -1}),
         (vmmkv.DtypeError, r"2\*\*63", {"token_ids": [2**63]}),
+        (vmmkv.DtypeError, "float64", {"token_ids": [1, 2.0]}),
+        (vmmkv.DtypeError, "bool", {"token_ids": [True, False]}),
     ],
 )
 def test_what_says_nothing_of_a_sequence_is_refused(error: type[Exception], match: str, arguments: Any) -> None:

@@ -128,7 +128,7 @@ class Prefixes:
             if action == ADOPT:
                 sequence = self.cache.adopt_kept(found[ROW_AT], found[LAST], found[TOKENS], length, expected)
             if sequence is not None:
-                if length > sequence.length:
+                if length > self.cache.lengths[found[ROW_AT]]:
                     sequence.extend(length - cached)
             elif action != NOTHING:
                 sequence = self._share(key, words, length, expected, found)
