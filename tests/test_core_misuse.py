@@ -58,6 +58,7 @@ def test_numbers_that_no_row_has(number: int) -> None:
         partial(cache.share, row.sequence),
         lambda n: cache.adopt_kept(2, 0, n),
         lambda n: cache.adopt_kept(2, 0, 0, n),
+        lambda n: cache.adopt_kept(2, 0, 0, 0, n),
         lambda n: cache.start(row=n),
         lambda n: cache.adopt_kept(n, 0, 0),
         lambda n: cache.start(key=min(n, -1)),

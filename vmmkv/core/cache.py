@@ -146,10 +146,11 @@ class Cache:
                 raise UseAfterFreeError("the cache was closed; make a new one")
             if code not in (codes.NO_ROWS, codes.TAKEN):
                 raise self.pool.error(code, ask)
-            if row < 0 or not self.owners[row]:
-                words = f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some"
-                raise OutOfRowsError(words)
-            raise OutOfRowsError(f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row")
+            if row >= 0 and self.owners[row]:
+                raise OutOfRowsError(
+                    f"row {row} belongs to sequence {self.owners[row]}; free that, or take another row"
+                )
+            raise OutOfRowsError(f"all rows of max_sequences={self.max_sequences} belong to live sequences; free some")
         sequence.ticket = sequence.cell[0]
         self.pool.keep_stream(ask)
         if code == codes.RING:
@@ -267,9 +268,11 @@ class Cache:
     def adopt_kept(self, row: int, last: int, tokens: int, length: int = 0, expected: int = 0) -> Sequence | None:
         """Starts a sequence on a parked row, with tokens of its last sequence, and of `length` tokens if these lie on
         its pages; None if they are gone."""
-        sequence, ask, pool = self.kind(self), Ask(), self.pool
-        cell, handle = sequence.cell.buffer_info()[0], pool.current_handle()
-        arguments = row, last, tokens, length, expected, handle, cell, ask.address
+        pool, most = self.pool, self.max_seq_len
+        if min(row, tokens, length, expected) < 0 or row >= self.max_sequences or max(tokens, length, expected) > most:
+            raise OutOfRangeError(f"asked for row {row} of {self.max_sequences}, {tokens}, {length}, {expected} tokens")
+        sequence, ask, handle = self.kind(self), Ask(), pool.current_handle()
+        arguments = row, last, tokens, length, expected, handle, sequence.cell.buffer_info()[0], ask.address
         while (code := entries.adopt_kept(self.address, *arguments)) == codes.NO_PAGES and pool.gain_budget_for(ask):
             pass
         if code == codes.GONE:

@@ -100,10 +100,7 @@ class Prefixes:
     def key(self, salt: object = None, adapter: object = None, tenant: object = None) -> Key:
         """The key for a salt, an adapter and a tenant. Tokens of different keys never match."""
         names = name_of("salt", salt), name_of("adapter", adapter), name_of("tenant", tenant)
-        found = self.names.get(names)
-        if found is None:
-            found = self.names.setdefault(names, Key(next(self.numbers), tenant_key(names[2])))
-        return found
+        return self.names.get(names) or self.names.setdefault(names, Key(next(self.numbers), tenant_key(names[2])))
 
     # ------------------------------------------------------------------ sequences
 
