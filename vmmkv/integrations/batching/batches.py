@@ -43,7 +43,7 @@ class RowBatch(ContinuousBatchingIOs):
     def prepare_batch_tensors(self, *args: Any, **kwargs: Any) -> None:
         super().prepare_batch_tensors(*args, **kwargs)
         if self.use_block_table:
-            rows = [self.cache.requests.rows(each.state.request_id) for each in self.requests_in_batch]
+            rows = self.cache.requests.rows([each.state.request_id for each in self.requests_in_batch])
             groups = self.block_table.shape[0]
             self.block_table[:, : len(rows), 0] = torch.tensor(rows, dtype=self.block_table.dtype).T[:groups]
 

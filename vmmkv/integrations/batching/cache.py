@@ -83,12 +83,14 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
 
     def begin_step(self, active: list[RequestState]) -> None:
         """Make room for the next token of all requests that decode."""
-        decoding = ((each.request_id, each.current_len()) for each in active if each.status == RequestStatus.DECODING)
+        decoding = [(each.request_id, each.position_offset) for each in active if each.status == RequestStatus.DECODING]
         with stream_context(self.stream):
             self.requests.begin_step(decoding)
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
-        name, held = state.request_id, state.current_len()
+        name, held = state.request_id, state.position_offset
+        if request_len == 1 and name in self.requests.grown:
+            return True
         tokens, is_made_up = held + request_len, name.startswith(WARMUP)
         if is_made_up and tokens > self.options.max_seq_len:
             return False
@@ -136,12 +138,12 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             return self.requests.begin(request_id, len(prompt_ids), prompt_ids) or 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
-        return {"tokens": state.current_len() + request_len} if self.use_prefix_sharing else {}
+        return {"tokens": state.position_offset + request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
         if self.use_prefix_sharing:
             self._computed[state.request_id] = state, complete_blocks["tokens"]
-            if state.generated_len() <= 1:  # others may wait for a prompt; an answer is committed when it ends
+            if len(state.generated_tokens) <= 1:  # others may wait for a prompt; an answer is committed when it ends
                 self._commit(state.request_id)
 
     def _commit(self, name: str) -> None:
@@ -166,16 +168,16 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: list[list[int]]
     ) -> None:
-        for row, indices in zip(self.requests.rows(request_id), write_index):
+        for row, indices in zip(*self.requests.rows([request_id]), write_index):
             indices += [row] * query_length
 
     def begin_pass(self, requests: list[Any], *, is_graph_of_prompts: bool) -> None:
         """Take the requests of the next forward pass, with their new tokens."""
         self.weights.switches()
-        counts = len(requests), sum(each.query_length > 1 for each in requests)
+        counts = len(requests), sum([each.query_length > 1 for each in requests])
         self._counts = None if is_graph_of_prompts else counts
         if len(self.requests.pools) > 1:  # what transformers' tensors hold of rows is on one device
-            self._rows = [self.requests.rows(each.state.request_id) for each in requests]
+            self._rows = self.requests.rows([each.state.request_id for each in requests])
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, told: dict[str, Any], **options: Any
@@ -192,7 +194,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             )
         if layer == group.layers[0]:  # in the pass itself: a CUDA graph computes it anew
             self._packed[index] = self._pack(index, told)
-        query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        query, key, value = [each.squeeze(0).transpose(0, 1) for each in (query, key, value)]
         attention.write(key, value, kept, self._packed[index])
         return attention.attend(query, kept, self._packed[index], window=group.window, **options).unsqueeze(0)
 

@@ -189,12 +189,6 @@ class Weights:
         self._look()
         self._used = self._adapters()
 
-    def note(self, parent: torch.nn.Module) -> None:
-        """Note a registration in a module, if it is part of the tree: passes make lists of layers, which are not."""
-        if self._ids is None or id(parent) in self._ids:
-            with _lock:
-                self._walks = 2  # torch tells before it registers: the first walk may come too early
-
     def _look(self) -> None:
         """Walk the module tree."""
         with _lock:
@@ -251,9 +245,12 @@ _lock = threading.RLock()  # guards that list, and how many walks are to come
 
 
 def _note(parent: torch.nn.Module, *_: object) -> None:
+    """Note a registration in the module trees that its parent is part of: passes make lists of layers, which are not."""
     for each in [*_watching]:
-        if (weights := each()) is not None:
-            weights.note(parent)
+        weights = each()
+        if weights is not None and (weights._ids is None or id(parent) in weights._ids):
+            with _lock:
+                weights._walks = 2  # torch tells before it registers: the first walk may come too early
 
 
 torch_module.register_module_module_registration_hook(_note)

@@ -90,7 +90,7 @@ class RowScheduler(Scheduler):
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         """The requests that may begin. Of those with one prompt, one begins, and the others when they can share it."""
-        if not self._has_turn():
+        if not self.waiting_requests or not self._has_turn():
             return []
         candidates = list(super()._get_waiting_candidates())
         if not self.cache.use_prefix_sharing:

@@ -90,7 +90,7 @@ class Requests:
         self.pools = [[cache for cache in caches if cache.pool is pool] for pool in pools]
         """The caches on each pool; there is one pool for each device."""
         self._requests: dict[str, Request] = {}
-        self._grown: set[str] = set()  # requests that were given room for their next token when the step began
+        self.grown: set[str] = set()  # requests that were given room for their next token when the step began
         self._is_full = False  # a request could not begin in this step; those behind it wait as well
         self._is_refused = False
         """The driver has refused pages that the limit allows, and no request has freed pages since."""
@@ -98,25 +98,24 @@ class Requests:
     def __contains__(self, name: str) -> bool:
         return name in self._requests
 
-    def rows(self, name: str) -> list[int]:
-        """The row of a request in each layer group."""
-        return self._requests[name].rows
+    def rows(self, names: list[str]) -> list[list[int]]:
+        """Of each request its row in each layer group."""
+        return [self._requests[name].rows for name in names]
 
     # ------------------------------------------------------------------ begin and grow
 
     def begin_step(self, decoding: Iterable[tuple[str, int]]) -> None:
         """Make room for one token in each request that decodes, by its name and the tokens that it holds: in all or
         none, by one call for each cache."""
-        self._is_full, self._grown = False, set()
-        known = ((name, held, self._requests.get(name)) for name, held in decoding)
-        growing = {name: each for name, held, each in known if each and each.tokens == held}
+        self._is_full, self.grown = False, set()
+        growing = {name: each for name, held in decoding if (each := self._requests.get(name)) and each.tokens == held}
         _, has_room = self._ranks.attempt(partial(self._grow, [*growing.values()], 1)) if growing else (1, 1)
         for request in growing.values():
             if has_room:
                 request.tokens += 1
             else:
                 _shrink(request, request.tokens)
-        self._grown = {*growing} if has_room else set()
+        self.grown = {*growing} if has_room else set()
 
     def _grow(self, requests: list[Request], tokens: int) -> bool:
         """Make room for so many more tokens in each request; returns whether there is."""
@@ -159,8 +158,6 @@ class Requests:
     def admit(self, name: str, held: int, tokens: int, expected: int) -> bool:
         """Make room for `tokens` tokens in a request that holds `held`, which begins if it is new. Without room the
         request is as before, and one without tokens ends."""
-        if name in self._grown and tokens == held + 1:
-            return True
         if name not in self._requests and self.begin(name, expected) is None:
             return False
         request = self._requests[name]
