@@ -12,7 +12,8 @@ on `PreTrainedModel.get_correct_attn_implementation`, which asks for the attenti
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ NOT_ABOUT_ATTENTION = frozenset({
 """Keywords that models hand down to all that they call."""
 
 IGNORED = LEFT_TO_THE_MASK | NOT_ABOUT_ATTENTION
+NUMBERS = int, float
 
 COMPUTES_ITSELF = frozenset({
     # with masks
@@ -114,15 +116,15 @@ def _lacking(
         return "gradients"
     if dropout:
         return "dropout"
-    if not _is_plain(scaling) or (scaling is not None and not scaling > 0):
+    if not (scaling is None or (isinstance(scaling, NUMBERS) and scaling > 0)):
         return "scales that are not positive numbers"
     softcap, sinks = told.get("softcap"), told.get("s_aux")
-    if softcap is not None and not (_is_plain(softcap) and softcap > 0):
+    if not (softcap is None or (isinstance(softcap, NUMBERS) and softcap > 0)):
         return "soft caps that are not positive numbers"
     if sinks is not None and sinks.shape != query.shape[1:2]:
         return "sinks that are not one number for each head"
-    others = [name for name in told if name not in ("softcap", "s_aux")]
-    return f"the keyword {', '.join(others)}" if others else None
+    others = told.keys() - {"softcap", "s_aux"}
+    return f"the keyword {', '.join(sorted(others))}" if others else None
 
 
 def _differing(spans: Spans, query: Tensor, key: Tensor, window: int | None, kept: int | None) -> str | None:
@@ -137,22 +139,20 @@ def _differing(spans: Spans, query: Tensor, key: Tensor, window: int | None, kep
     return None
 
 
-def _is_plain(number: object) -> bool:
-    return number is None or isinstance(number, int | float)
-
-
 def _attend_with_kernels(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, told: dict[str, Any], spans: Spans
 ) -> Tensor:
     # Not before nothing is refused any more: a traceback that shows whole rows would read where no memory is.
-    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
+    if isinstance(key, WholeRows) and isinstance(value, WholeRows):
+        key, value = key.states, value.states
     sinks = told.get("s_aux")
     batch_size, num_heads, q_length, head_dim = query.shape
     scales: dict[str, Tensor] = {}
     if isinstance(key, ScaledStates) and isinstance(value, ScaledStates):
         scales = {"k_scales": key.scales.transpose(1, 2), "v_scales": value.scales.transpose(1, 2)}
         key, value = key.numbers, value.numbers
-    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output: Tensor
     options = {
         "starts": spans.first,
         "sinks": None if sinks is None else sinks.float().contiguous(),
@@ -162,9 +162,10 @@ def _attend_with_kernels(
         **scales,
     }
     if q_length <= MAX_QUERIES:
-        return cast(Tensor, decode(q, k, v, spans.end, **options))
+        output = decode(q, k, v, spans.end, **options)
+        return output
     cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
-    output: Tensor = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, spans.end, **options)
+    output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, spans.end, **options)
     return output.view(batch_size, q_length, num_heads, head_dim)
 
 
@@ -189,7 +190,7 @@ def _attend_without_kernels(
             'attn_implementation="eager" or "sdpa"; VmmCache works with them, too'
         )
     bias = told.get("position_bias")
-    if not told.keys() - {"position_bias"} and _is_plain(scaling):
+    if not told.keys() - {"position_bias"} and isinstance(scaling, (*NUMBERS, NoneType)):
         mask = bias if mask is None else mask if bias is None else mask + bias
         output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False)
         return output, None

@@ -58,7 +58,7 @@ class Step(NamedTuple):
     """What the layers of a group do alike in a forward pass."""
 
     number: int  # of the pass
-    looks: tuple[object, ...]  # shapes, dtypes and devices of K and V
+    looks: tuple[object, ...]  # shapes, dtypes and devices of K and V, and that they require no gradients
     held: tuple[object, ...]  # of a layer before the pass: rows, first token, end and shape
     skipped: int  # new tokens that the layer does not keep: those of a prompt in front of its window
     is_alone: bool  # whether the new tokens attend to the K and V that came, as they came
@@ -164,9 +164,9 @@ class LayerGroup:
     def update(self, layer: Extent, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's next K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the tokens
         that they attend to, `ScaledStates` where they are kept in 8 bits."""
-        check_autograd(keys, values)
         step, passes = self._step, self.passes
-        looks = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        looks = keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device, needs_grad
         if (
             step is None
             or step.number != passes.number
@@ -192,7 +192,8 @@ class LayerGroup:
 
     def _append(self, layer: int, keys: Tensor, values: Tensor, new: Where, attended: Where) -> list[Tensor]:
         """Writes K and V of a layer, and returns those that they attend to."""
-        return self._held().append(layer, keys, values, new, attended)
+        assert self.batch is not None
+        return self.batch.append(layer, keys, values, new, attended)
 
     def _as_scaled(self, states: list[Tensor]) -> tuple[ScaledStates, ScaledStates]:
         assert self.states_dtype is not None
@@ -231,6 +232,7 @@ class LayerGroup:
 
     def _accept(self, layer: Extent, keys: Tensor, values: Tensor) -> None:
         """Learns what K and V look like, and refuses those that do not fit what is there."""
+        check_autograd(keys, values)
         check_kv(layer.layer_idx, keys, values)
         shape, held = Shape.of(keys, values), self.states_dtype if self.batch and self.batch.rows else None
         dtype = common_dtype(keys, values, held)

@@ -245,7 +245,7 @@ _lock = threading.RLock()  # guards that list, and how many walks are to come
 
 
 def _note(parent: torch.nn.Module, *_: object) -> None:
-    """Note a registration in the module trees that its parent is part of: passes make lists of layers, which are not."""
+    """Note a registration in the trees that its parent is part of: passes make lists of layers, which are not."""
     for each in [*_watching]:
         weights = each()
         if weights is not None and (weights._ids is None or id(parent) in weights._ids):
