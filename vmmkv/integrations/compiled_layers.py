@@ -26,12 +26,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ..errors import StreamCaptureError, VmmkvError
 from .attention import NAME, kernels_take, shown
-from .batch import Batch, Limits, Pools, Where
-from .layer_group import Extent, LayerGroup, Passes, Step, check_batch, unfinished
+from .batch import Batch, Where
+from .layer_group import Extent, LayerGroup, Step, check_batch, unfinished
 from .layers import VmmLayer
 from .row_writes import check_autograd, write_rows
 from .stand_ins import WholeRows
@@ -42,14 +41,8 @@ class CompiledLayerGroup(LayerGroup):
 
     begins_with_first = True
     lengths: Tensor  # int32 `[layers, max_batch_size]`
-
-    def __init__(
-        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, config: PreTrainedConfig | None
-    ) -> None:
-        super().__init__(limits, pools, passes, window, config)
-        self.is_told = True
-        """Whether the device knows the lengths that the host knows, but for an announced pass that ended early."""
-        self.has_kernels = True  # whether vmmkv's kernels take the K and V of all layers, as far as these are known
+    is_told = True  # whether the device knows the lengths of the host, but for an announced pass that ended early
+    has_kernels = True  # whether vmmkv's kernels take the K and V of all layers, as far as these are known
 
     def add_layer(self, layer_idx: int) -> Extent:
         self.passes.layers.append(extent := super().add_layer(layer_idx))

@@ -17,11 +17,12 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from ...cache import KVCache
 from ...core.addresses import ADDRESS_LIMIT
+from ...driver.limits import memory as host_memory
 from ...errors import UnsupportedAttentionError, UnsupportedError
 from ...pool import FramePool
 from . import attention
 from .attention import Packed, kept_in
-from .config import ALIKE, budget, host_bytes
+from .config import ALIKE
 from .model import Group, LeftToAttention, Options, Weights, bytes_of_token, devices_of
 from .requests import Ranks, Requests
 
@@ -60,22 +61,19 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         """The rows of each request of the next pass, if layers are on several devices."""
         self._computed: dict[str, tuple[RequestState, int]] = {}
         """By request: tokens that it holds, of which others may not know some."""
-        self._tell_sizes(batching)
-
-    def _tell_sizes(self, config: Any) -> None:
-        """Set what transformers reads from a cache."""
+        # What transformers reads from a cache.
         self.cache_allocators: dict[str, Any] = {
             name: GroupRows(self.requests, index, name)
-            for index, name in enumerate(dict.fromkeys(group.name for group in self._groups))
+            for index, name in enumerate(dict.fromkeys(group.name for group in groups))
         }
         self.use_prefix_sharing = self.requests.reuse
-        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
+        self.max_batch_tokens = batching.max_batch_tokens or MAX_BATCH_TOKENS
         tokens = min(
             caches[0].pool.limit_pages * caches[0].page_size // sum(each.layout.token_bytes for each in caches)
             for caches in self.requests.pools
         )
-        self.num_blocks = tokens // config.page_size
-        self.max_blocks_per_request, self.max_decode_fast_path_length = 1, self.options.max_seq_len
+        self.num_blocks = tokens // batching.page_size
+        self.max_blocks_per_request, self.max_decode_fast_path_length = 1, options.max_seq_len
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=lambda: None)
 
@@ -249,6 +247,9 @@ def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks
     """Make the cache of each group, those of a device on one pool, with the same limit in every process."""
     token_bytes, has_windows = bytes_of_token(groups), any(group.window for group in groups)
     most_rows = ADDRESS_LIMIT // 2 // (options.max_seq_len * token_bytes)
+    host_bytes = config.cpu_offload_space_safety_threshold * host_memory()[1]
+    if config.cpu_offload_space is not None:
+        host_bytes = config.cpu_offload_space * 2**30
     pools: dict[torch.device, FramePool] = {}
     caches: list[KVCache] = []
 
@@ -257,8 +258,11 @@ def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks
             if device.type == "cuda" and options.pool is None:
                 torch.cuda.empty_cache()  # after a training step torch has nearly all of a GPU; shares are of the rest
             limit = options.max_bytes
-            if limit is None:
-                limit = budget(config, bytes_of_token([group for group in groups if group.device == device]))
+            if limit is None and config.num_blocks is None:
+                limit = f"{100 * config.max_memory_percent:g}%"
+            elif limit is None:
+                of_device = bytes_of_token([group for group in groups if group.device == device])
+                limit = int(config.num_blocks * config.page_size * of_device)
             pools[device] = options.pool or FramePool(limit, device=device)
         caches[:] = [
             KVCache(
@@ -267,7 +271,7 @@ def make_caches(options: Options, groups: list[Group], config: Any, ranks: Ranks
                 options.max_seq_len,
                 pool=pools[group.device],
                 large_frames=not group.window,
-                host_bytes=host_bytes(config) * group.layout.token_bytes // token_bytes,
+                host_bytes=int(host_bytes) * group.layout.token_bytes // token_bytes,
                 host_priority=None if has_windows else 30,
             )
             for group in groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 from transformers.generation.continuous_batching.initialization import resolve_compile_configs
 
-from ...driver.limits import memory as host_memory
 from ...errors import ArgumentError, SequenceTooLongError, UnsupportedError
 
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of `torch.compile` that capture CUDA graphs
@@ -39,16 +38,6 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     return config
 
 
-def check_processors(processors: Iterable[object]) -> None:
-    """Raise `UnsupportedError` if a logits processor is not for batches."""
-    for each in processors:
-        if getattr(each, "supports_continuous_batching", None) is False:
-            raise UnsupportedError(
-                f"asked for {type(each).__name__} with drop_unsupported_processors=False; of a batch it would see the "
-                "last token of each request alone. Leave out what asks for it (repetition_penalty, say), or the False"
-            )
-
-
 def compiles(config: Any, of_model: Any) -> bool:
     """Resolve which passes are compiled, by the config and the model's own; returns whether any is."""
     resolve_compile_configs(config, getattr(of_model, "compile_config", None), False, True)
@@ -66,13 +55,6 @@ def compiles(config: Any, of_model: Any) -> bool:
     return bool(compiled)
 
 
-def budget(config: Any, token_bytes: int) -> float | str:
-    """The limit of a pool, by the bytes of a token on its device."""
-    if config.num_blocks is not None:
-        return int(config.num_blocks * config.page_size * token_bytes)
-    return f"{100 * config.max_memory_percent:g}%"
-
-
 def decode_sizes(most: int) -> list[int]:
     """Batch sizes of decode up to so many requests, ascending: powers of two up to 16, then steps of 16, or of an
     eighth of the power of two below. None is 1 unless all are: `torch.compile` makes a program of its own for 1."""
@@ -81,14 +63,6 @@ def decode_sizes(most: int) -> list[int]:
         last = sizes[-1]
         sizes.append(min(2 * last if last < 16 else last + max(16, (1 << last.bit_length()) // 16), most))
     return sizes
-
-
-def host_bytes(config: Any) -> int:
-    """Bytes of host memory for tokens that are moved there."""
-    if config.cpu_offload_space is None:
-        _, total = host_memory()
-        return int(config.cpu_offload_space_safety_threshold * total)
-    return int(config.cpu_offload_space * 2**30)
 
 
 LENGTH_MATTERS = ("dynamic", "longrope")  # rotary embeddings that depend on the longest request of a batch

@@ -63,7 +63,13 @@ class RowManager(their_api.ContinuousBatchingManager):
         was_training = model.training
         try:
             super().__init__(model, generation_config, config, workload_hints)
-            asked.check_processors(self.logit_processor.logits_processor)
+            for each in self.logit_processor.logits_processor:
+                if getattr(each, "supports_continuous_batching", None) is False:
+                    raise UnsupportedError(
+                        f"asked for {type(each).__name__} with drop_unsupported_processors=False; of a batch it would "
+                        "see the last token of each request alone. Leave out what asks for it (repetition_penalty, "
+                        "say), or the False"
+                    )
             if asked.compiles(config, self.model.config) and len(devices_of(self.groups)) > 1:
                 raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
             self._weights = Weights(model)
