@@ -149,8 +149,7 @@ def test_kernels_of_continuous_batching(kv_dtype: str, prompts: bool, device: st
         (k, k_scales), (v, v_scales) = (quantize(states, KV_DTYPES[kv_dtype]) for states in made)
         kept = Kept(k, v, k_scales, v_scales)
         with patch.object(on_rows, "kernels_take", return_value=False) if patched else nullcontext():
-            on_rows.write(*new, kept, batch)
-            found.append((kept, on_rows.attend(query, kept, batch, scale=0.3).float()))
+            found.append((kept, on_rows.write_and_attend(query, *new, kept, batch, scale=0.3).float()))
     (kept, output), (others, expected) = found
     assert all(torch.equal(of.float(), other.float()) for of, other in zip(kept, others))
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)

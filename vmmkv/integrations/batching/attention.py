@@ -107,23 +107,10 @@ def kept_in(cache: KVCache, layer: int) -> Kept:
     return Kept(*(cache.kv(layer) if cache.layout.scales is None else cache.scaled_kv(layer)))
 
 
-def write(key: Tensor, value: Tensor, kept: Kept, batch: Packed) -> None:
-    """Write K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows."""
-    k, v, k_scales, v_scales = kept
-    if kernels_take(key, value):
-        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens, k_scales=k_scales, v_scales=v_scales)
-        return
-    for row, start, new in batch.news():
-        there = row, slice(start, start + new.stop - new.start)
-        for given, states, scales in ((key, k, k_scales), (value, v, v_scales)):
-            if scales is None:
-                states[there] = given[new]
-            else:
-                states[there], scales[there] = quantize(given[new], states.dtype)
-
-
-def attend(
+def write_and_attend(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     kept: Kept,
     batch: Packed,
     *,
@@ -132,15 +119,15 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of `query`, `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself. Returns
-    `[tokens, num_heads, v_head_dim]`."""
+    """Write K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows. Returns the attention of `query`,
+    `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself: `[tokens, num_heads, v_head_dim]`."""
     k, v, k_scales, v_scales = kept
     output: Tensor
-    if kernels_take(k if k_scales is None else query, v):
+    if kernels_take(key, value):
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens, **scales)
         sinks = None if sinks is None else sinks.float().contiguous()
-        options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
-        if k_scales is not None:
-            options |= {"k_scales": k_scales, "v_scales": v_scales}
+        options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap, **scales}
         if batch.max_prompts:
             output = mixed(query, k, v, batch.cu_seqlens, batch.lengths, max_prompts=batch.max_prompts, **options)
         else:
@@ -151,16 +138,17 @@ def attend(
         if (length := start + new.stop - new.start) == start:
             continue
         first = max(start + 1 - window, 0) if window else 0
-        there = row, slice(first, length)
-        keys, values = k[there], v[there]
-        if k_scales is not None and v_scales is not None:
-            keys, values = (
-                dequantize(states, scales[there], query.dtype)
-                for states, scales in ((keys, k_scales), (values, v_scales))
-            )
+        read = []
+        for given, states, scale_of in ((key, k, k_scales), (value, v, v_scales)):
+            if scale_of is None:
+                states[row, start:length] = given[new]
+                read.append(states[row, first:length])
+            else:
+                states[row, start:length], scale_of[row, start:length] = quantize(given[new], states.dtype)
+                read.append(dequantize(states[row, first:length], scale_of[row, first:length], query.dtype))
         distance = (torch.arange(start, length)[:, None] - torch.arange(first, length)).to(query.device)
         sees = (distance >= 0) & (distance < (window or length))
-        q, keys, values = (each.transpose(0, 1) for each in (query[new], keys, values))
+        q, keys, values = (each.transpose(0, 1) for each in (query[new], *read))
         output[new] = _attend_to_one(q, keys, values, sees, scale, softcap, sinks).transpose(0, 1)
     return output
 

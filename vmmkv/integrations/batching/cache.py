@@ -20,8 +20,7 @@ from ...core.addresses import ADDRESS_LIMIT
 from ...driver.limits import memory as host_memory
 from ...errors import UnsupportedAttentionError, UnsupportedError
 from ...pool import FramePool
-from . import attention
-from .attention import Packed, kept_in
+from .attention import Packed, kept_in, write_and_attend
 from .config import ALIKE
 from .model import Group, LeftToAttention, Options, Weights, bytes_of_token, devices_of
 from .requests import Ranks, Requests
@@ -182,7 +181,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     ) -> Tensor:
         """Write K and V of new tokens, `[1, num_kv_heads, tokens, head_dim]`, into rows, and attend to all tokens of
         their sequences, in a pass that transformers has `told` where its tokens are: `[1, tokens, num_heads,
-        v_head_dim]`. Options are those of `attention.attend`. Raises `UnsupportedAttentionError` if the layer attends
+        v_head_dim]`. Options are those of `write_and_attend`. Raises `UnsupportedAttentionError` if the layer attends
         to another window than its group."""
         index, kept = self._layers[layer]
         group, window = self._groups[index], told.get("sliding_window")
@@ -193,8 +192,8 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         if layer == group.layers[0]:  # in the pass itself: a CUDA graph computes it anew
             self._packed[index] = self._pack(index, told)
         query, key, value = [each.squeeze(0).transpose(0, 1) for each in (query, key, value)]
-        attention.write(key, value, kept, self._packed[index])
-        return attention.attend(query, kept, self._packed[index], window=group.window, **options).unsqueeze(0)
+        packed = self._packed[index]
+        return write_and_attend(query, key, value, kept, packed, window=group.window, **options).unsqueeze(0)
 
     def _pack(self, index: int, told: dict[str, Any]) -> Packed:
         """Where the tokens of a pass are in a layer group. Padding is sequences without tokens."""
