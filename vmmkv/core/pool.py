@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..compiled.code import keep
-from ..driver.driver import STEPS, Driver, fork_error
+from ..driver.driver import STEPS, Driver, Meter, fork_error
 from ..driver.fence import Fence, wait_for_device
-from ..driver.meter import Meter
 from ..driver.table import CREATE, SCRATCH
 from ..errors import (
     BudgetError, BusyError, DeviceLostError, DriverError, DriverOutOfMemoryError, OutOfPagesError, UseAfterFreeError,

@@ -1,12 +1,9 @@
 """Memory systems, as C functions by address with the CUDA driver's signatures (see `table`).
 
     table              the contract: which functions there are, and what they promise
-    driver             what Python holds of a memory system, and its errors
+    driver             what Python holds of a memory system: calls, times, errors
     cuda, host         the CUDA driver's virtual memory API; mmap on a memfd, and addresses without memory
-    limits             how much memory Linux lets this process have
-    meter              how often the memory system was called, and how long that took
     fence              what must have finished before memory is handed on
-    captures           whether work can be captured as a CUDA graph
 
 Compiled functions: `running` makes the calls, `fencing` keeps the events, `mapping` is the host's memory system;
 `entries` loads them.

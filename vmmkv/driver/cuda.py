@@ -6,6 +6,8 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cuda.bindings.driver as cu
@@ -150,3 +152,23 @@ class CudaDriver(Driver):
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def trial_capture(device: torch.device) -> Iterator[None]:
+    """Captures what is launched on a stream of a device, the current one meanwhile: it is not run, and forgotten. A
+    capture of `torch.cuda.graph` that fails leaves torch unusable: its random numbers, its allocator and its current
+    stream stay in it. So torch is not told of this one."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # else the caching allocator may ask for events, which a capture does not allow
+    stream, mode = torch.cuda.Stream(device), cu.CUstreamCaptureMode  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        try:  # from here on: else an interruption leaves a stream in capture that somebody else is given
+            (status,) = cu.cuStreamBeginCapture(stream.cuda_stream, mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            check("cuStreamBeginCapture", status)
+            yield
+        finally:
+            status, graph = cu.cuStreamEndCapture(stream.cuda_stream)
+            if status == SUCCESS:
+                cu.cuGraphDestroy(graph)
+        check("cuStreamEndCapture", status)

@@ -14,6 +14,7 @@ import torch
 
 from ..compiled.code import address_of, keep
 from ..errors import DeviceError, DriverError, ForkError, LayoutError, StreamCaptureError
+from ..stats import CallStats
 from . import entries
 from .fencing import EVENTS, SLOTS, STREAM
 from .running import CAPTURED
@@ -31,6 +32,19 @@ STEPS = (
     "deallocate",
 )  # fmt: skip
 """By kind of a step: the function of the table."""
+
+
+class Meter:
+    """Calls that succeeded, by name, of the first kinds of steps."""
+
+    def __init__(self) -> None:
+        self.spent = np.zeros((RELEASE + 1, 2), np.int64)
+        """By kind: calls, and nanoseconds in all. Compiled code adds to it."""
+
+    def stats(self) -> dict[str, CallStats]:
+        """A snapshot of those that were made."""
+        found = zip(STEPS, self.spent.tolist())
+        return {name: CallStats(count, nanoseconds / 1e9) for name, (count, nanoseconds) in found if count}
 
 
 class Driver:

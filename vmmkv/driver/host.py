@@ -9,9 +9,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import resource
 import sys
 import weakref
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +23,6 @@ from ..compiled.code import address_of, keep
 from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
 from . import entries
 from .driver import Driver, check_page_size
-from .limits import memory
 from .mapping import FILE
 from .table import FUNCTIONS
 
@@ -98,6 +100,23 @@ class NullDriver(HostDriver):
 
     def memory_info(self) -> tuple[int, int]:
         return self.nbytes, self.nbytes
+
+
+def memory() -> tuple[int, int]:
+    """Free and total bytes: the machine's, or those of the container around this process where they are less."""
+    kib = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
+    free, total = int(kib["MemAvailable"]) << 10, int(kib["MemTotal"]) << 10
+    with suppress(DriverError, ValueError):  # there is no cgroup, or "max" is its limit
+        limit, used = (int(_read(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+        free, total = min(free, limit - used), min(total, limit)
+    return max(free, 0), total
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise DriverError("open", _name(error.errno), path) from None
 
 
 def _name(code: int | None) -> str:

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from ...cache import KVCache
 from ...core.addresses import ADDRESS_LIMIT
-from ...driver.limits import memory as host_memory
+from ...driver.host import memory as host_memory
 from ...errors import UnsupportedAttentionError, UnsupportedError
 from ...pool import FramePool
 from .attention import Packed, kept_in, write_and_attend

@@ -136,7 +136,7 @@ def can_be_captured(model: PreTrainedModel, count: int) -> bool:
     """Whether a forward pass of so many tokens can be a CUDA graph: some models choose experts on the host."""
     if model.device.type != "cuda":
         return False
-    from ...driver.captures import trial_capture
+    from ...driver.cuda import trial_capture
 
     tokens = _zeros(model, count)
     try:
