@@ -28,10 +28,10 @@ class _Method(ctypes.Structure):
 
 def assembly(functions: Sequence[Any], addresses: Sequence[int]) -> str:
     """LLVM assembly of a caller, named `vmmkv_call_` and its number, for each function at an address."""
-    address = {name: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in SYMBOLS}
+    addresses_of = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for name in SYMBOLS)
+    as_word, as_int, occurred, set_error, save, restore = (f"inttoptr (i64 {each} to ptr)" for each in addresses_of)
     type_error = ctypes.c_void_p.in_dll(ctypes.pythonapi, "PyExc_TypeError").value
-    text = [f"@{name} = internal constant ptr inttoptr (i64 {value} to ptr)" for name, value in address.items()]
-    text.append('@message = internal constant [27 x i8] c"wrong number of arguments\\00\\00"')
+    text = ['@message = internal constant [27 x i8] c"wrong number of arguments\\00\\00"']
     for number, (function, place) in enumerate(zip(functions, addresses)):
         count = function.__code__.co_argcount
         words = ", ".join(f"i64 %word{index}" for index in range(count))
@@ -39,38 +39,31 @@ def assembly(functions: Sequence[Any], addresses: Sequence[int]) -> str:
             f"""
           %at{index} = getelementptr ptr, ptr %arguments, i64 {index}
           %object{index} = load ptr, ptr %at{index}
-          %word{index} = call i64 %as_word(ptr %object{index})"""
+          %word{index} = call i64 {as_word}(ptr %object{index})"""
             for index in range(count)
         )
-        save, restore = "", ""
-        if hasattr(function, "gives_up_lock"):
-            save = "%save = load ptr, ptr @PyEval_SaveThread\n %thread = call ptr %save()"
-            restore = "%restore = load ptr, ptr @PyEval_RestoreThread\n call void %restore(ptr %thread)"
+        gives_up_lock = hasattr(function, "gives_up_lock")
         text.append(f"""
         define ptr @vmmkv_call_{number}(ptr %self, ptr %arguments, i64 %count) {{
-          %as_word = load ptr, ptr @PyLong_AsLongLong
-          %as_int = load ptr, ptr @PyLong_FromLongLong
-          %occurred = load ptr, ptr @PyErr_Occurred
           %is_right = icmp eq i64 %count, {count}
           br i1 %is_right, label %read, label %wrong
         wrong:
-          %set = load ptr, ptr @PyErr_SetString
-          call void %set(ptr inttoptr (i64 {type_error} to ptr), ptr @message)
+          call void {set_error}(ptr inttoptr (i64 {type_error} to ptr), ptr @message)
           ret ptr null
         read:{read}
-          %unread = call ptr %occurred()
+          %unread = call ptr {occurred}()
           %is_read = icmp eq ptr %unread, null
           br i1 %is_read, label %run, label %failed
         run:
-          {save}
+          {f"%thread = call ptr {save}()" if gives_up_lock else ""}
           %function = inttoptr i64 {place} to ptr
           %result = call i64 %function({words})
-          {restore}
-          %raised = call ptr %occurred()
+          {f"call void {restore}(ptr %thread)" if gives_up_lock else ""}
+          %raised = call ptr {occurred}()
           %is_done = icmp eq ptr %raised, null
           br i1 %is_done, label %done, label %failed
         done:
-          %value = call ptr %as_int(i64 %result)
+          %value = call ptr {as_int}(i64 %result)
           ret ptr %value
         failed:
           ret ptr null

@@ -28,6 +28,8 @@ from .builtin import assembly, built_in
 
 PACKAGE = Path(__file__).parent.parent
 SHIPPED = Path(__file__).parent / "machine_code"
+UNREADABLE = OSError, RuntimeError
+"""Errors of reading a module: there is none, or a part of one, or one of a later LLVM."""
 
 _addresses: dict[Any, int] = {}
 """By built-in function: the entry that it calls."""
@@ -132,26 +134,18 @@ def _find(library: str, made_of: str) -> Any:
     """The LLVM module of a library, compiled now if it is nowhere."""
     name = f"{library}-{made_of}-{platform.machine()}.bc"
     cache = _writable_cache()
-    for folder in (SHIPPED, cache):
-        if folder and (module := _read(folder / name)):
-            return module
+    for folder in filter(None, (SHIPPED, cache)):
+        with suppress(*UNREADABLE):
+            return _read(folder / name)
     with _one_at_a_time(cache) as folder:
-        if module := _read(folder / name):  # another process has been first
-            return module
+        with suppress(*UNREADABLE):  # another process has been first
+            return _read(folder / name)
         print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
         make(library, folder)
-        return _parse(folder / name)
+        return _read(folder / name)
 
 
 def _read(path: Path) -> Any:
-    """The LLVM module in a file; None where there is none, or none that this LLVM can read: a part of one, or one of a
-    later LLVM."""
-    with suppress(OSError, RuntimeError):
-        return _parse(path)
-    return None
-
-
-def _parse(path: Path) -> Any:
     import llvmlite.binding as llvm
 
     return llvm.parse_bitcode(path.read_bytes())
