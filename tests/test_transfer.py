@@ -534,8 +534,8 @@ NO_LETTERS = [
     len(text).to_bytes(8, "little") + text
     for text in (
         b"nonsense", b"({}, 1, ())\n", b"({}, 1, 2, (\n", b"\xff\n\n", b"({}, 1, 2, 5)\n", b"({}, 1, 2, {[]: 1})\n",
-        b"({}, -1, 2, None)\n", b"({}, 3, 2, None)\n", b"({}, 0, 0, None)\n" + bytes(8), b"-1\n\n", b"4\n\n",
-        b"({}, 1, 1, (None, None))\n" + bytes(8), b"(5, 0, 1, None)\n", b"({}, 0, 1.0, None)\n",
+        b"({}, -1, 2, None)\n", b"({}, 3, 2, None)\n", b"({}, 0, 0, None)\n" + bytes(8), b"(-1, '', '')\n",
+        b"(4, '', '')\n", b"({}, 1, 1, (None, None))\n" + bytes(8), b"(5, 0, 1, None)\n", b"({}, 0, 1.0, None)\n",
         b"(" * 3000 + b"\n", b"-" * 3000 + b"1\n",
     )
 ] + [(1 << 62).to_bytes(8, "little")]  # fmt: skip

@@ -14,9 +14,8 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,20 +32,19 @@ if TYPE_CHECKING:
     from . import cache as caches
     from . import sequence as sequences
 
-MARK = b"vmmkv 3\n"
-"""The first bytes of a letter; the number is the version of the messages."""
+MARK = b"vmmkv 4\n"
+"""The first bytes of a letter; the number is the version of the messages. A letter is a literal of Python, which keeps
+types apart and runs nothing, a line break, and token ids."""
 FIRST = 4096
 """Bytes of a letter's first message: the mark, the letter's length, and as much of the letter as fits."""
 BEGIN = len(MARK) + 8
 MOST = 1 << 30
 """Bytes of a letter, at most: ids of 128 million tokens."""
-NOT_UNDERSTOOD = ValueError, SyntaxError, TypeError, MemoryError, RecursionError
-"""Errors of reading a letter, or a literal in it."""
+NO_IDS = np.empty(0, np.int64)
 Read = TypeVar("Read")
 
 
 def send(sequence: sequences.Sequence, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Sends a sequence: see `Sequence.send`."""
     cache, peer = sequence.cache, Peer(rank, group, sequence.cache.device)
     if sequence.is_suspended:
         raise suspended()
@@ -61,20 +59,16 @@ def send(sequence: sequences.Sequence, rank: int, group: dist.ProcessGroup | Non
 def receive(
     cache: caches.KVCache, rank: int, group: dist.ProcessGroup | None, expected_tokens: int, tenant: Name, reuse: bool
 ) -> sequences.Sequence:
-    """Receives a sequence: see `KVCache.receive`."""
     peer = Peer(rank, group, cache.device)
     Fence.after(cache.pool.driver, [cache.pool.driver.current_stream()])  # raises while a graph is captured
     head = peer.listen()
     with peer.told():
         head.check(cache.layout)
-        expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
+        how: dict[str, Any] = {"tokens": 0 if head.start else head.length, "tenant": tenant}
         if reuse and head.key:
-            salt, adapter = head.key
-            sequence = cache.sequence(
-                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
-            )
-        else:
-            sequence = cache.sequence(0 if head.start else head.length, expected_tokens=expected, tenant=tenant)
+            how |= {"tokens": 0, "token_ids": head.ids, "salt": head.key[0], "adapter": head.key[1]}
+        expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
+        sequence = cache.sequence(**how, expected_tokens=expected)
     try:
         with peer.told():
             if missing := head.length - sequence.length:
@@ -102,8 +96,7 @@ def messages(sequence: sequences.Sequence, first: int) -> list[torch.Tensor]:
     return [*views, cache.scales.rows[row].view(torch.uint8)] if cache.scales else views
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """What a receiver is told of a sequence: the geometry of its layout (see `geometry_of`), the first token that it
     keeps, its length, the salt and adapter that its tokens may be known under, or None, and the ids of known tokens."""
 
@@ -113,19 +106,12 @@ class Head:
     key: tuple[Name, Name] | None
     ids: Ids
 
-    def packed(self) -> bytes:
-        """The head as bytes: a literal of Python, which keeps types apart and runs nothing, and the ids."""
-        words = f"{(self.geometry, self.start, self.length, self.key)!r}\n"
-        return words.encode() + self.ids.astype("<i8", copy=False).tobytes()
-
     @classmethod
-    def unpacked(cls, letter: bytes) -> Head:
-        """Reads what was packed. Raises one of `NOT_UNDERSTOOD` for other bytes."""
-        words, numbers = letter.split(b"\n", 1)
-        geometry, start, length, key = literal_eval(words.decode())
-        start, length, ids = index(start), index(length), np.frombuffer(numbers, "<i8")
+    def read(cls, words: Any, ids: Ids) -> Head:
+        """Checks what was received."""
+        geometry, start, length, key = words
         is_key = key is None or (isinstance(key, tuple) and len(key) == 2)
-        is_there = 0 <= start <= length >= len(ids) and not (start and len(ids))
+        is_there = 0 <= index(start) <= index(length) >= len(ids) and not (start and len(ids))
         if not (is_key and is_there and isinstance(geometry, dict)):
             raise ValueError("there is no such sequence")
         return cls(geometry, start, length, key, ids)
@@ -147,11 +133,12 @@ def geometry_of(layout: KVLayout) -> dict[str, Any]:
         "dtype": str(layout.dtype).removeprefix("torch."),
         "num_layers": layout.num_layers,
         "layers_per_range": min(layout.layers_per_range or layout.num_layers, layout.num_layers),
+        "scales": layout.scales,
     }
     for name, attribute in ("num_kv_heads", "num_kv_heads"), ("head_dim", "k_head_dim"), ("v_head_dim", "v_head_dim"):
         values = [getattr(layer, attribute) for layer in layout.layers]
         facts[name] = values[0] if len(set(values)) == 1 else values
-    return facts if layout.scales is None else facts | {"scales": layout.scales}
+    return facts
 
 
 class Peer:
@@ -177,13 +164,13 @@ class Peer:
     def ask(self, head: Head) -> int:
         """Offers a sequence. Returns the first token that the other process wants, or raises `TransferRefusedError`."""
 
-        def read(letter: bytes) -> tuple[int, str, str]:
-            token, reason, why = letter.decode().split("\n", 2)
-            if not (reason or head.start <= int(token) <= head.length):
-                raise ValueError("there is no such token")
-            return int(token), reason, why
+        def read(words: Any, _: Ids) -> tuple[int, str, str]:
+            token, reason, why = words
+            if not isinstance(reason, str) or not (reason or head.start <= index(token) <= head.length):
+                raise ValueError("this is no answer")
+            return token, reason, why
 
-        self._post(head.packed())
+        self._post(tuple(head[:4]), head.ids)
         first, reason, why = self._fetch(read)
         if reason:
             raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
@@ -191,11 +178,10 @@ class Peer:
 
     def listen(self) -> Head:
         """Waits for the head of a sequence; `accept` follows, or an error within `told`."""
-        return self._fetch(Head.unpacked)
+        return self._fetch(Head.read)
 
     def accept(self, first: int) -> None:
-        """Asks for all tokens from one on."""
-        self._post(f"{first}\n\n".encode())
+        self._post((first, "", ""))
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -204,15 +190,13 @@ class Peer:
             yield
         except BaseException as error:
             with suppress(TransferError):
-                self._post(f"0\n{type(error).__name__}\n{error}".encode(errors="backslashreplace"))
+                self._post((0, type(error).__name__, str(error)))
             raise
 
     def send(self, states: Sequence[torch.Tensor]) -> None:
-        """Sends a message for each tensor that is not empty."""
         self._move(dist.send, "sent to", states)
 
     def receive(self, states: Sequence[torch.Tensor]) -> None:
-        """Receives what `send` sends, of tensors of the same sizes."""
         self._move(dist.recv, "received from", states)
 
     def _move(self, call: Any, what: str, states: Sequence[torch.Tensor]) -> None:
@@ -223,21 +207,24 @@ class Peer:
         except (RuntimeError, ValueError) as error:
             raise TransferError(f"nothing could be {what} rank {self.rank}: {error}") from error
 
-    def _post(self, letter: bytes) -> None:
-        """Sends bytes: one message, or two if they are many."""
+    def _post(self, words: object, ids: Ids = NO_IDS) -> None:
+        """Sends a letter: one message, or two if it is long."""
+        letter = f"{words!r}\n".encode() + ids.astype("<i8", copy=False).tobytes()
         whole = bytearray((MARK + len(letter).to_bytes(8, "little") + letter).ljust(FIRST))
         message = torch.frombuffer(whole, dtype=torch.uint8).to(self._device)
         self.send([message[:FIRST], message[FIRST:]])
 
-    def _fetch(self, read: Callable[[bytes], Read]) -> Read:
-        """Waits for the bytes that the other process posts, and reads them."""
+    def _fetch(self, read: Callable[[Any, Ids], Read]) -> Read:
+        """Waits for the letter that the other process posts, and reads it."""
         try:
             first = self._arrived(FIRST)
             length = int.from_bytes(first[len(MARK) : BEGIN], "little")
             if not first.startswith(MARK) or length > MOST:
                 raise ValueError("this is no letter")
-            return read(first[BEGIN : BEGIN + length] + self._arrived(max(length - FIRST + BEGIN, 0)))
-        except NOT_UNDERSTOOD as error:
+            letter = first[BEGIN : BEGIN + length] + self._arrived(max(length - FIRST + BEGIN, 0))
+            words, ids = letter.split(b"\n", 1)
+            return read(literal_eval(words.decode()), np.frombuffer(ids, "<i8"))
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
             raise TransferError(
                 f"rank {self.rank} has sent something else than a sequence of this version of vmmkv"
             ) from error
