@@ -26,8 +26,7 @@ import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from vmmkv.budget import parse_bytes
-from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import format_bytes
+from vmmkv.cli.output import JsonOutput, format_bytes
 from vmmkv.integrations import continuous_batching as rows
 
 from .engine.model import Config

@@ -14,8 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import Device, JsonOutput, errors
 from vmmkv.testing import TARGETS, Report, Verdict, check_attention
 
 from .attention.peers import versions

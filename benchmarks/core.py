@@ -15,7 +15,7 @@ import torch
 import typer
 
 from vmmkv import KVLayout
-from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import JsonOutput
 from vmmkv.core.cache import Cache
 from vmmkv.core.pool import LARGE, Pool
 from vmmkv.core.sequence import Sequence

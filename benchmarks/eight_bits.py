@@ -22,7 +22,7 @@ import torch
 import typer
 from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2ForCausalLM
 
-from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import JsonOutput
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.layout import KV_DTYPES
 

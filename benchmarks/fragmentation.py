@@ -22,8 +22,7 @@ from rich.progress import track
 
 from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
-from vmmkv.cli.options import JsonOutput, TraceFile
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import JsonOutput, TraceFile, errors
 from vmmkv.core.addresses import ADDRESS_LIMIT
 from vmmkv.driver.host import NullDriver
 from vmmkv.workload import Request, conversations, read_trace

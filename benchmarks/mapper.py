@@ -21,8 +21,7 @@ import torch
 import typer
 
 from vmmkv import FramePool, KVCache, KVLayout
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import Device, JsonOutput, errors
 from vmmkv.driver.driver import Driver
 from vmmkv.driver.table import MAP
 

@@ -27,8 +27,7 @@ import typer
 
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.budget import parse_bytes
-from vmmkv.cli.options import Device, JsonOutput, TraceFile
-from vmmkv.cli.output import errors, format_bytes
+from vmmkv.cli.output import Device, JsonOutput, TraceFile, errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
 from .engine.model import MODELS, random_model

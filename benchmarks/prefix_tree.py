@@ -20,8 +20,7 @@ import torch
 import typer
 
 from vmmkv import FramePool, KVCache
-from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import JsonOutput, errors
 from vmmkv.driver.host import NullDriver
 from vmmkv.prefix import entries
 from vmmkv.prefix.prefixes import NO_NAMES, TOKENS, WORDS, Prefixes

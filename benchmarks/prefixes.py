@@ -16,8 +16,7 @@ import typer
 from rich.progress import track
 
 from vmmkv import KVCache, KVLayout, Sequence
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import Device, JsonOutput, errors
 from vmmkv.driver.driver import Driver
 
 from .environment import environment

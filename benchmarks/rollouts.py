@@ -25,8 +25,7 @@ import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import errors, format_bytes
+from vmmkv.cli.output import JsonOutput, errors, format_bytes
 from vmmkv.errors import VmmkvError
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.torch import memory_allocated

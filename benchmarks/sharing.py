@@ -15,8 +15,7 @@ import torch
 import typer
 
 from vmmkv import SHARED_PAGE, KVCache, KVLayout, Sequence
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import format_bytes
+from vmmkv.cli.output import Device, JsonOutput, format_bytes
 from vmmkv.core.pool import LARGE
 from vmmkv.driver.driver import Driver
 

@@ -17,8 +17,7 @@ import typer
 from rich.progress import track
 
 from vmmkv import KVCache, Sequence
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import errors, format_bytes
+from vmmkv.cli.output import Device, JsonOutput, errors, format_bytes
 from vmmkv.driver.driver import open_driver
 
 from .environment import environment

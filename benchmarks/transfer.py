@@ -27,8 +27,7 @@ import typer
 from torch.multiprocessing import spawn
 
 from vmmkv import KVCache
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import format_bytes
+from vmmkv.cli.output import Device, JsonOutput, format_bytes
 from vmmkv.driver.driver import open_driver
 
 from .environment import environment

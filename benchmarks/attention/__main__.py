@@ -18,8 +18,7 @@ import typer
 
 from benchmarks.environment import environment
 from benchmarks.output import Row, deliver, name_of
-from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import JsonOutput, errors
 
 from .cases import compile_kernels, decode_cases, prefill_cases, run_case
 from .peers import versions

@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 from benchmarks.environment import environment
 from benchmarks.geometry import free_memory
 from benchmarks.output import deliver
-from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import errors
+from vmmkv.cli.output import Device, JsonOutput, errors
 from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth

@@ -30,8 +30,7 @@ from benchmarks.environment import complete, environment
 from benchmarks.geometry import free_memory
 from benchmarks.output import Row, to_json
 from vmmkv.budget import parse_bytes
-from vmmkv.cli.options import Device
-from vmmkv.cli.output import console, make_table
+from vmmkv.cli.output import Device, console, make_table
 from vmmkv.driver.driver import open_driver
 
 from . import report, vllm_peer

@@ -32,8 +32,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from vmmkv.cli.options import Device
-from vmmkv.cli.output import console, errors
+from vmmkv.cli.output import Device, console, errors
 
 from .batching import check_batching
 from .check import CASES, Outcome, check

@@ -31,12 +31,10 @@ class Running(Generic[SequenceT]):
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
         return self.request.prompt + self.generated
 
     @property
     def left(self) -> int:
-        """Tokens still to be generated."""
         return self.request.output - self.generated
 
 

@@ -8,8 +8,7 @@ import typer
 from rich.markup import escape
 
 from ..layout import dtype_from_name
-from .options import Device, JsonOutput
-from .output import console, make_table, print_json
+from .output import Device, JsonOutput, console, make_table, print_json
 
 
 def check_kernel(

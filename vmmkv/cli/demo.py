@@ -16,8 +16,7 @@ from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import Request, conversations, read_trace
-from .options import Device, JsonOutput, TraceFile
-from .output import check_plot, console, errors, format_bytes, make_table, print_json
+from .output import Device, JsonOutput, TraceFile, check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
 
 TRUE_LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -130,15 +129,14 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
     """All figures of a run. Waste is that of the same live sequences, by each scheme, at true geometry."""
     cache = replay.cache
     stats = cache.stats()
-    peak = max(range(len(replay.lengths)), key=lambda step: replay.lengths[step].sum())
-    waste, waste_at_peak = {}, {}
-    for scheme in SCHEMES:
-        allocated = [
-            allocated_bytes(scheme, TRUE_LAYOUT, lengths, cache.max_seq_len).sum() for lengths in replay.lengths
-        ]
-        held = np.array([lengths.sum() for lengths in replay.lengths]) * TRUE_LAYOUT.token_bytes
-        waste[scheme] = float(1 - held.sum() / np.sum(allocated))
-        waste_at_peak[scheme] = float(1 - held[peak] / allocated[peak])
+    tokens = np.array([lengths.sum() for lengths in replay.lengths])
+    held, peak = tokens * TRUE_LAYOUT.token_bytes, tokens.argmax()
+    taken = {
+        scheme: np.array(
+            [allocated_bytes(scheme, TRUE_LAYOUT, each, cache.max_seq_len).sum() for each in replay.lengths]
+        )
+        for scheme in SCHEMES
+    }
     return {
         "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
         "requests": requests,
@@ -146,12 +144,12 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         "steps": replay.batching.steps,
         "preemptions": replay.batching.preemptions,
         "peak_sequences": max(map(len, replay.lengths)),
-        "peak_tokens": int(replay.lengths[peak].sum()),
+        "peak_tokens": int(tokens[peak]),
         "budget_bytes": stats.budget_bytes,
         "token_bytes": cache.layout.token_bytes,
         "page_size": cache.page_size,
-        "waste": waste,
-        "waste_at_peak": waste_at_peak,
+        "waste": {scheme: float(1 - held.sum() / each.sum()) for scheme, each in taken.items()},
+        "waste_at_peak": {scheme: float(1 - held[peak] / each[peak]) for scheme, each in taken.items()},
         "waste_measured": float(np.mean(replay.waste)),
         "pages_created": stats.pages_created,
         "page_uses": stats.page_uses,
@@ -177,13 +175,9 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
     console.print(make_table("Waste: memory that holds no token (Llama-3.1-8B, bf16)", columns, rows))
     console.print(
         f"Replayed {result['requests']:,} requests of {result['tokens']:,} tokens on {result['device']}, up to "
-        f"{result['peak_sequences']} at a time, with {format_bytes(result['budget_bytes'])} for K and V."
-    )
-    console.print(
+        f"{result['peak_sequences']} at a time, with {format_bytes(result['budget_bytes'])} for K and V.\n"
         f"Checked attention on the rows against float64 {result['checks']:,} times: the largest relative error is "
-        f"{result['max_error']:.1e}, and up to {result['error_bound']} is rounding."
-    )
-    console.print(
+        f"{result['max_error']:.1e}, and up to {result['error_bound']} is rounding.\n"
         f"Rows leave {waste['vmmkv']} of their memory without tokens, as a block table does "
         f"({waste['block_table_16']}), but any attention kernel runs on them; a static reservation leaves "
         f"{waste['static']}. Each page was used {result['reuse_factor']:.1f} times, and calls of the memory system "

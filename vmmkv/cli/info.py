@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..driver.driver import Driver, open_driver
-from .options import Device, JsonOutput
-from .output import console, format_bytes, make_table, print_json
+from .output import Device, JsonOutput, console, format_bytes, make_table, print_json
 
 
 def info(device: Device = None, json_output: JsonOutput = False) -> None:

@@ -1,4 +1,4 @@
-"""How commands print: tables for people, JSON for programs."""
+"""Options that commands share, and how they print: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 
 from ..stats import format_bytes as format_bytes
 
+TraceFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")]
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 console = Console()
 errors = Console(stderr=True)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +21,7 @@ from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, dtype_from_name, kv_dtype_from_name
 from ..model_config import MAX_SEQ_LEN, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
-from .options import JsonOutput
-from .output import console, format_bytes, make_table, print_json
+from .output import JsonOutput, console, format_bytes, make_table, print_json
 
 DEFAULT_SEQ_LEN = 8192
 """Tokens of the longest sequence, if the config names none."""
@@ -81,47 +81,41 @@ def plan(
         if dtype or scales:
             raise typer.BadParameter("give --kv-dtype, or --dtype and --scales")
         dtype, scales = str(kept).removeprefix("torch."), "token_head"
-    sizes = layers, kv_heads, head_dim, v_head_dim
-    has_sizes = any(size is not None for size in sizes)
-    if model and has_sizes:
-        raise typer.BadParameter("give --model or sizes, not both")
-    if model and len(model) > 1:
-        if batch:
-            raise typer.BadParameter("--batch goes with one model")
-        result = _plan_pool(model, reserved, memory, dtype, scales, max_seq_len, mean_tokens)
+    models = model or []
+    if bool(models) == any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim)):
+        raise typer.BadParameter("give --model, or --layers, --kv-heads and --head-dim")
+    if len(models) > 1 and batch:
+        raise typer.BadParameter("--batch goes with one model")
+    if len(models) < 2 and reserved:
+        raise typer.BadParameter("--reserved goes with several --model; one model has all of the memory")
+    if reserved and len(reserved) != len(models):
+        raise typer.BadParameter("give --reserved once for each --model, in their order; 0 reserves nothing")
+    described = [_read_model(path, dtype, scales) for path in models]
+    if layers and kv_heads and head_dim:
+        described = [(KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim, scales=scales), None)]
+    elif not models:
+        raise typer.BadParameter("give --model, or --layers, --kv-heads and --head-dim")
+    nbytes = parse_bytes(memory, free=open_driver().memory_info()[0])
+    if nbytes < DEFAULT_PAGE_SIZE * len(described):
+        raise BudgetError(
+            f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes for each model"
+        )
+    lengths = [max_seq_len or longest or DEFAULT_SEQ_LEN for _, longest in described]
+    plans = [
+        partial(_plan, layout, max_seq_len=length, mean_tokens=mean_tokens or -(-length // 4))
+        for (layout, _), length in zip(described, lengths)
+    ]
+    if len(plans) > 1:
+        result = _plan_pool([str(path) for path in models], plans, reserved or ["0"] * len(models), nbytes)
     else:
-        if reserved:
-            raise typer.BadParameter("--reserved goes with several --model; one model has all of the memory")
-        result = _plan_model(model[0] if model else None, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
+        result = plans[0](nbytes)
         if batch and tokens:
-            nbytes = batch * tokens * result["token_bytes"]
-            result["cache"] = {"batch": batch, "tokens": tokens, "bytes": nbytes}
+            taken = batch * tokens * result["token_bytes"]
+            result["cache"] = {"batch": batch, "tokens": tokens, "bytes": taken}
     if json_output:
         print_json(result)
     else:
         (_print_pool if "models" in result else _print)(result)
-
-
-def _plan_model(
-    model: Path | None,
-    sizes: tuple[int | None, ...],
-    memory: str,
-    dtype: str | None,
-    scales: str | None,
-    max_seq_len: int | None,
-    mean_tokens: int | None,
-) -> dict[str, Any]:
-    """One model, by its config or by its sizes."""
-    layers, kv_heads, head_dim, v_head_dim = sizes
-    longest = None
-    if model:
-        layout, longest = _read_model(model, dtype, scales)
-    elif layers and kv_heads and head_dim:
-        layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim, scales=scales)
-    else:
-        raise typer.BadParameter("give --model, or --layers, --kv-heads and --head-dim")
-    length = max_seq_len or longest or DEFAULT_SEQ_LEN
-    return _plan(layout, _memory_bytes(memory), length, mean_tokens or -(-length // 4))
 
 
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
@@ -146,57 +140,31 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _memory_bytes(memory: str) -> int:
-    nbytes = parse_bytes(memory, free=open_driver().memory_info()[0])
-    if nbytes < DEFAULT_PAGE_SIZE:
-        raise BudgetError(f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes")
-    return nbytes
-
-
-def _reserved_bytes(sizes: list[str], memory: int) -> list[int]:
-    """Bytes of whole pages that are reserved for each of several models."""
-    promised = [parse_bytes(size, free=memory) // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE for size in sizes]
-    if sum(promised) > memory:
-        raise BudgetError(f"asked to reserve {sum(promised)} bytes in all, of {memory}; reserve less")
-    return promised
-
-
 def _plan_pool(
-    models: list[Path],
-    reserved: list[str] | None,
-    memory: str,
-    dtype: str | None,
-    scales: str | None,
-    max_seq_len: int | None,
-    mean_tokens: int | None,
+    models: list[str], plans: Sequence[Callable[[int], dict[str, Any]]], reserved: list[str], memory: int
 ) -> dict[str, Any]:
     """Several models on one pool, with so much reserved for each, and with an equal share of the memory each."""
-    if reserved and len(reserved) != len(models):
-        raise typer.BadParameter("give --reserved once for each --model, in their order; 0 reserves nothing")
-    nbytes, page_size = _memory_bytes(memory), DEFAULT_PAGE_SIZE
-    promised = _reserved_bytes(reserved or ["0"] * len(models), nbytes)
-    share = nbytes // len(models) // page_size * page_size
-    if not share:
-        raise BudgetError(f"asked for {len(models)} models in {nbytes} bytes, which is less than a page for each")
+    page_size = DEFAULT_PAGE_SIZE
+    promised = [parse_bytes(size, free=memory) // page_size * page_size for size in reserved]
+    if sum(promised) > memory:
+        raise BudgetError(f"asked to reserve {sum(promised)} bytes in all, of {memory}; reserve less")
+    share = memory // len(models) // page_size * page_size
     rows, costs = [], []
-    for model, own in zip(models, promised):
-        layout, longest = _read_model(model, dtype, scales)
-        length = max_seq_len or longest or DEFAULT_SEQ_LEN
-        mean = mean_tokens or -(-length // 4)
-        sizes = {"pool": nbytes - sum(promised) + own, "share": share, "reserved": own}
-        plans = {what: _plan(layout, size, length, mean) for what, size in sizes.items()}
+    for model, own, plan_in in zip(models, promised, plans):
+        sizes = {"pool": memory - sum(promised) + own, "share": share, "reserved": own}
+        found = {what: plan_in(size) for what, size in sizes.items()}
         fits = {
             what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
-            for what, plan in plans.items()
+            for what, plan in found.items()
         }
-        about = {"model": str(model), "token_bytes": layout.token_bytes, "max_seq_len": length, "mean_tokens": mean}
-        rows.append(about | {"reserved_bytes": own} | fits)
-        costs.append(plans["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
+        about = {name: found["pool"][name] for name in ("token_bytes", "max_seq_len", "mean_tokens")}
+        rows.append({"model": model} | about | {"reserved_bytes": own} | fits)
+        costs.append(found["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
     return {
-        "memory_bytes": nbytes,
+        "memory_bytes": memory,
         "share_bytes": share,
         "page_size": page_size,
-        "sequences_of_each": _of_each(costs, promised, nbytes),
+        "sequences_of_each": _of_each(costs, promised, memory),
         "models": rows,
     }
 
@@ -211,7 +179,6 @@ def _of_each(costs: list[float], promised: list[int], memory: int) -> int:
 
 
 def _print_pool(result: dict[str, Any]) -> None:
-    """Prints a line for each model."""
     memory, models = format_bytes(result["memory_bytes"]), result["models"]
     columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "reserved", "others idle"
     rows = [
@@ -300,5 +267,4 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _sizes(sizes: int | Sequence[int]) -> str:
-    """The size of all layers, or the different sizes."""
     return " or ".join(map(str, sorted(set(sizes)))) if isinstance(sizes, Sequence) else str(sizes)

@@ -13,8 +13,7 @@ from ..budget import parse_bytes
 from ..errors import ArgumentError
 from ..ledger import Book, Ledger, folder
 from ..lending import change_limit, change_reserve
-from .options import JsonOutput
-from .output import console, format_bytes, make_table, print_json
+from .output import JsonOutput, console, format_bytes, make_table, print_json
 
 COLUMNS = "process", "granted", "used", "surplus", "reserved", "wanted"
 HINT = "No process of yours shares a budget; one that makes vmmkv.FramePool(shared=NAME) is shown here."

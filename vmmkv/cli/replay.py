@@ -74,7 +74,6 @@ class Replay:
         self.cache.check()
 
     def _start(self, request: Request, generated: int) -> Sequence:
-        """Starts a sequence and writes its prompt."""
         sequence = self.cache.sequence(request.prompt + generated)
         self._write_prompt(sequence)
         self._advance(sequence.length)

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..publication import read_all
-from .options import JsonOutput
-from .output import console, format_bytes, print_json
+from .output import JsonOutput, console, format_bytes, print_json
 from .pool import ledgers, read, tables
 
 WIDTHS = {
@@ -57,7 +56,6 @@ def top(
 
 
 def shared() -> Iterator[Table | str]:
-    """Tables of budgets that processes share, if there are any."""
     if paths := ledgers():
         yield from tables([read(path) for path in paths])
 
