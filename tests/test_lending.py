@@ -313,7 +313,7 @@ def test_a_signal_handler_within_a_change_changes_nothing(pair: tuple[Process, P
         pair[0].look(lambda book: pool.set_limit(50 * PAGE))
     with lender._moving:
         assert lender.borrow(10) == 0
-    assert lender.limit == 100 * PAGE
+    assert lender.ledger.limit == 100 * PAGE
 
 
 def test_an_interrupted_change_keeps_no_lock(pair: tuple[Process, Process]) -> None:

@@ -35,28 +35,29 @@ import torch
 
 from .errors import ArgumentError, BudgetError, BusyError, VmmkvError
 from .kernels.folders import cache_folder
+from .stats import format_bytes
 
 Result = TypeVar("Result")
+LINES, LINE_BYTES = 128, 128
+"""Lines do not lie across pages of memory, so that a write to one is not done by half."""
 
 
 def _words(*names: str) -> np.dtype[np.void]:
-    return np.dtype([(name, np.int64) for name in names])
+    return np.dtype({"names": names, "formats": [np.int64] * len(names), "itemsize": LINE_BYTES})
 
 
 HEADER = _words("magic", "limit", "requests", "rebuilt")
 """`requests` counts how often a process has asked the others for memory. `rebuilt` is the time at which a damaged or
 lost file was begun anew."""
-LINE = _words(
-    "pid", "address", "granted", "used", "reserved", "wanted", "since", "giving", "answered"
-)  # fmt: skip
+LINE = _words("pid", "address", "granted", "used", "reserved", "wanted", "since", "giving", "answered")
 """One process. `address` is a random number in the name of its socket. In bytes: `granted`, `used` by live tokens and
 reservations of its caches, `reserved`: always granted, `wanted`: what it lacks `since` a time, or `giving`: what it has
 been about to give back since then. `answered` is the last request that it has seen. Times are nanoseconds of the
 monotonic clock."""
-MAGIC = 0x76_6D_6D_6B_76_6C_30_32
-LINES, LINE_BYTES = 128, 128
-"""Lines do not lie across pages of memory, so that a write to one is not done by half."""
+AMOUNTS = "pid", "granted", "used", "reserved", "wanted", "giving"
+"""Words of a line that are never negative, nor as large as 2**54."""
 SIZE = LINE_BYTES * (1 + LINES)
+MAGIC = 0x76_6D_6D_6B_76_6C_30_32
 LOCK = struct.Struct("hhqqi4x")
 """A lock for the kernel: its kind, from where its place counts, its place and length, and a process, which is 0."""
 LOCK_SECONDS = 0.5
@@ -66,17 +67,12 @@ GRACE = 10**8
 SETTLING = 3 * 10**9
 """Nanoseconds in which all processes write their lines into a file that was begun anew."""
 RIVALRY = 10**9
-"""Nanoseconds for which a process that wants memory may go before others, and for which one that gives memory back is
-waited for. It may have been stopped."""
+"""Nanoseconds for which a process that wants memory may go first, or one that gives memory back is waited for."""
 
 
 class Book:
-    """The contents of a ledger, while it is locked.
-
-    Args:
-        header, lines: `HEADER` and `LINE`.
-        number: the line of this process; None for a visitor.
-    """
+    """The contents of a ledger, while it is locked: `HEADER`, `LINE`s, and the number of this process's line, which is
+    None for a visitor."""
 
     def __init__(self, header: Any, lines: Any, number: int | None) -> None:
         self.header, self.lines, self.number = header, lines, number
@@ -87,7 +83,6 @@ class Book:
 
     @property
     def mine(self) -> Any:
-        """The line of this process."""
         return self.lines[self.number]
 
     @property
@@ -146,16 +141,15 @@ class Book:
         within = rivals & (lines["granted"] + lines["wanted"] <= shares)
         return bool(self.mine["granted"] + nbytes <= shares[self.number] or not within.any())
 
-    def ask(self, nbytes: int) -> int:
-        """Notes that this process wants bytes. Returns the number of its request."""
-        self.header["requests"] += 1
-        self.mine["wanted"], self.mine["since"] = nbytes, time.monotonic_ns()
-        return int(self.header["requests"])
-
-    def is_impossible(self, nbytes: int) -> bool:
-        """Whether so many bytes more are beyond what this process can ever have."""
-        reserved = int(self.lines["reserved"][self.others].sum())
-        return int(self.mine["granted"]) + nbytes > self.limit - reserved
+    def reserve(self, line: Any, nbytes: int) -> None:
+        """Reserves bytes for the process of a line. Raises `BudgetError` where others have reserved too much."""
+        others = int(self.lines["reserved"].sum()) - int(line["reserved"])
+        if nbytes + others > self.limit:
+            raise BudgetError(
+                f"asked to reserve {format_bytes(nbytes)} of {format_bytes(self.limit)} that processes share; others "
+                f"have reserved {format_bytes(others)}"
+            )
+        line["reserved"] = nbytes
 
     def is_hopeless(self, request: int) -> bool:
         """Whether no process will give anything more for a request of this process."""
@@ -202,9 +196,12 @@ class Ledger:
         function returns. This is no context manager: one that is interrupted keeps its locks with its traceback."""
         if self.is_busy:
             raise BusyError(f"the ledger {self.path} is changed by a call that this one interrupts")
-        self._check_open()  # in a forked child another thread of the parent has the lock
+        closed = BudgetError(f"the ledger {self.path} was closed")
+        if self._is_closed:  # in a forked child another thread of the parent has the lock
+            raise closed
         with self._lock:
-            self._check_open()
+            if self._is_closed:
+                raise closed
             try:
                 self._open()
                 book = self._read()
@@ -221,9 +218,19 @@ class Ledger:
                 if self._file >= 0:
                     _lock(self._file, fcntl.F_UNLCK)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BudgetError(f"the ledger {self.path} was closed")
+    def set_limit(self, nbytes: int) -> None:
+        """Sets the limit, and has processes give back what is beyond it and holds no live tokens. Raises `BudgetError`
+        where more is reserved."""
+
+        def edit(book: Book) -> None:
+            reserved = int(book.lines["reserved"].sum())
+            if nbytes < max(reserved, 1):
+                raise BudgetError(f"asked for a limit of {format_bytes(nbytes)}; {format_bytes(reserved)} are reserved")
+            book.header["limit"] = nbytes
+            book.header["requests"] += 1
+            self.wake(book)
+
+        self.change(edit)
 
     def peek(self) -> bytes:
         """The contents of the file, perhaps in the middle of a change of another process; empty where there is none."""
@@ -231,7 +238,6 @@ class Ledger:
             return os.pread(self._file, SIZE, 0) if self._file >= 0 else b""
 
     def write(self, book: Book, number: int) -> None:
-        """Writes a line, while the ledger is locked."""
         os.pwrite(self._file, book.lines[number].tobytes(), LINE_BYTES * (1 + number))
 
     def wake(self, book: Book) -> None:
@@ -283,8 +289,9 @@ class Ledger:
     def _read(self) -> Book:
         """Reads the locked file. Begins a new or damaged one; a copy of the latter stays."""
         data = os.pread(self._file, SIZE + 1, 0)
-        header, lines = _parts(data)
-        if header is None:
+        header, lines = _parts(data if len(data) == SIZE else bytes(SIZE))
+        amounts = [header["limit"], *(lines[name] for name in AMOUNTS)]
+        if header["magic"] != MAGIC or not all(((each >= 0) & (each < 1 << 54)).all() for each in amounts):
             if data:
                 with suppress(OSError):
                     self.path.with_suffix(".damaged").write_bytes(data)
@@ -303,8 +310,9 @@ class Ledger:
         """Begins the file, with room for all lines: a later write must not lack it. The header comes last, so that a
         process that is killed leaves a damaged file."""
         os.posix_fallocate(self._file, 0, SIZE)
-        header, lines = np.array((MAGIC, self.limit, 0, rebuilt), HEADER), np.zeros(LINES, LINE)
-        os.pwrite(self._file, bytes(LINE_BYTES * LINES), LINE_BYTES)
+        header, lines = _parts(bytes(SIZE))
+        header["magic"], header["limit"], header["rebuilt"] = MAGIC, self.limit, rebuilt
+        os.pwrite(self._file, lines.tobytes(), LINE_BYTES)
         os.ftruncate(self._file, SIZE)
         os.pwrite(self._file, header.tobytes(), 0)
         return header, lines
@@ -341,20 +349,11 @@ def device_name(device: torch.device) -> str:
 
 
 def folder() -> Path:
-    """Where the ledgers of this user lie."""
     return Path(cache_folder(), "pools")
 
 
 def _parts(data: bytes) -> tuple[Any, Any]:
-    """Header and lines of a file; None as header where it is damaged."""
-    if len(data) != SIZE:
-        return None, None
-    words = np.frombuffer(data, np.uint8).copy()
-    header = words[: HEADER.itemsize].view(HEADER)[0]
-    lines = words[LINE_BYTES:].reshape(LINES, LINE_BYTES)[:, : LINE.itemsize].copy().view(LINE)[:, 0]
-    amounts = [header["limit"], *(lines[name] for name in ("pid", "granted", "used", "reserved", "wanted", "giving"))]
-    is_whole = header["magic"] == MAGIC and all(((each >= 0) & (each < 1 << 54)).all() for each in amounts)
-    return (header if is_whole else None), lines
+    return np.frombuffer(bytearray(data), HEADER, 1)[0], np.frombuffer(bytearray(data), LINE, offset=LINE_BYTES)
 
 
 def _lock(file: int, kind: int, place: int = 0) -> None:
@@ -364,7 +363,6 @@ def _lock(file: int, kind: int, place: int = 0) -> None:
 
 
 def _is_locked(file: int, place: int, places: int = 1) -> bool:
-    """Whether another process has locked one of some lines."""
     lock = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, LINE_BYTES * place, LINE_BYTES * places, 0)
     return bool(LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, lock))[0] != fcntl.F_UNLCK)
 
@@ -383,7 +381,6 @@ def _lock_soon(file: int, path: Path) -> None:
 
 
 def _address(pid: int, number: int) -> str:
-    """The name of a process's socket."""
     return f"\0vmmkv-{pid}-{number:016x}"
 
 

@@ -67,31 +67,19 @@ class Lender:
             raise
 
     def _reserve(self, asked: float | str) -> None:
-        """Takes what is reserved."""
-
         def reserve(book: Book) -> int:
             pages = parse_bytes(asked, book.limit) // self._page_size
-            reserved, others = pages * self._page_size, int(book.lines["reserved"].sum())
-            if reserved + others > book.limit:
-                raise BudgetError(
-                    f"asked to reserve {format_bytes(reserved)} of {format_bytes(book.limit)} that processes share; "
-                    f"others have reserved {format_bytes(others)}"
-                )
-            book.mine["reserved"], self.attainable = reserved, book.attainable
+            book.reserve(book.mine, pages * self._page_size)
+            self.attainable = book.attainable
             return pages
 
         self.ledger.join()
         pages = self.ledger.change(reserve)
         if pages and not self.borrow(pages):
             raise BudgetError(
-                f"asked to reserve {format_bytes(pages * self._page_size)} of {format_bytes(self.limit)} that "
+                f"asked to reserve {format_bytes(pages * self._page_size)} of {format_bytes(self.ledger.limit)} that "
                 "processes share; live tokens of others take more than the rest"
             )
-
-    @property
-    def limit(self) -> int:
-        """Bytes that all processes may have together."""
-        return self.ledger.limit
 
     # ------------------------------------------------------------------ taking
 
@@ -124,10 +112,13 @@ class Lender:
             if book.take(wanted):
                 return wanted
             is_over = bool(request) and (book.is_hopeless(request) or time.monotonic() > end)
-            if is_over or book.is_impossible(nbytes):
+            reserved = int(book.lines["reserved"][book.others].sum())
+            if is_over or int(book.mine["granted"]) + nbytes > book.limit - reserved:
                 return 0
             if not request:
-                request = book.ask(nbytes)
+                book.header["requests"] += 1
+                book.mine["wanted"], book.mine["since"] = nbytes, time.monotonic_ns()
+                request = int(book.header["requests"])
                 self.ledger.wake(book)
             return None
 
@@ -213,7 +204,6 @@ class Lender:
             self.ledger.change(give)
 
     def _held(self, pool: Pool) -> int:
-        """Pages that the pool may make, or has made."""
         return max(pool.word("budget"), pool.word("created") + pool.word("leased"))
 
     # ------------------------------------------------------------------ the end
@@ -232,38 +222,3 @@ class Lender:
         """Ends the thread, and removes this process's line: its memory is gone."""
         self._halt()
         self.ledger.close()
-
-
-def change_limit(ledger: Ledger, nbytes: int) -> None:
-    """Sets the limit of a ledger, and has processes give back what is beyond it and holds no live tokens. Raises
-    `BudgetError` where more is reserved."""
-
-    def change(book: Book) -> None:
-        reserved = int(book.lines["reserved"].sum())
-        if nbytes < max(reserved, 1):
-            raise BudgetError(f"asked for a limit of {format_bytes(nbytes)}; {format_bytes(reserved)} are reserved")
-        book.header["limit"] = nbytes
-        book.header["requests"] += 1
-        ledger.wake(book)
-
-    ledger.change(change)
-
-
-def change_reserve(ledger: Ledger, pid: int, nbytes: int) -> None:
-    """Sets what is reserved for a process: it keeps so much from now on. Raises `BudgetError` where there is no such
-    process, or others have reserved too much."""
-
-    def change(book: Book) -> None:
-        found = (book.lines["pid"] == pid).nonzero()[0]
-        if not len(found):
-            raise BudgetError(f"asked to reserve memory for process {pid}, which does not use {ledger.path.stem}")
-        others = int(book.lines["reserved"].sum()) - int(book.lines["reserved"][found[0]])
-        if nbytes + others > book.limit:
-            raise BudgetError(
-                f"asked to reserve {format_bytes(nbytes)} of {format_bytes(book.limit)}; others have reserved "
-                f"{format_bytes(others)}"
-            )
-        book.lines[found[0]]["reserved"] = nbytes
-        ledger.write(book, int(found[0]))
-
-    ledger.change(change)

@@ -18,7 +18,7 @@ from .core.tables import ACCOUNT
 from .driver.driver import Driver, fork_error, open_driver
 from .errors import ArgumentError, BudgetError, UseAfterFreeError, VmmkvError
 from .ledger import Ledger, device_name, path_of
-from .lending import Lender, change_limit
+from .lending import Lender
 from .stats import AccountStats, FramePoolStats
 
 
@@ -118,7 +118,7 @@ class FramePool(Pool):
     @property
     def limit_pages(self) -> int:
         """The most pages that it may take, at present: of a shared budget, all processes together."""
-        return self.lender.limit // self.page_size if self.lender else self.word("budget")
+        return self.lender.ledger.limit // self.page_size if self.lender else self.word("budget")
 
     @property
     def attainable_pages(self) -> int:
@@ -153,7 +153,7 @@ class FramePool(Pool):
         self.check_usable()
         if self.lender:
             limit = pages_within(self.driver, max_bytes, held=self.limit_pages)
-            change_limit(self.lender.ledger, limit * self.page_size)
+            self.lender.ledger.set_limit(limit * self.page_size)
             return
         held = (self.word("created") + self.word("leased")) * self.page_size
         limit = pages_within(self.driver, max_bytes, held=held)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.table import Table
 
 from ..budget import parse_bytes
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BudgetError
 from ..ledger import Book, Ledger, folder
-from ..lending import change_limit, change_reserve
 from .output import JsonOutput, console, format_bytes, make_table, print_json
 
 COLUMNS = "process", "granted", "used", "surplus", "reserved", "wanted"
@@ -50,26 +51,33 @@ def ledgers(name: str = "") -> list[Path]:
 
 
 def change(path: Path, limit: str | None, reserve: str | None) -> None:
-    """Sets the limit of a ledger, and what is reserved for a process."""
     ledger = Ledger(path)
     if limit:
-        change_limit(ledger, parse_bytes(limit, free=0))
+        ledger.set_limit(parse_bytes(limit, free=0))
     if reserve:
         pid, sign, size = reserve.partition("=")
         if not (sign and pid.isdecimal()):
             raise ArgumentError(f"got --reserve {reserve}; write PID=SIZE, e.g. 1234=8GiB")
-        change_reserve(ledger, int(pid), parse_bytes(size, free=0))
+        ledger.change(partial(_reserve, ledger, int(pid), parse_bytes(size, free=0)))
     ledger.close()
+
+
+def _reserve(ledger: Ledger, pid: int, nbytes: int, book: Book) -> None:
+    """Sets what is reserved for a process: it keeps so much from now on."""
+    found = np.flatnonzero(book.lines["pid"] == pid).tolist()
+    if not found:
+        raise BudgetError(f"asked to reserve memory for process {pid}, which does not use {ledger.path.stem}")
+    book.reserve(book.lines[found[0]], nbytes)
+    ledger.write(book, found[0])
 
 
 def read(path: Path) -> dict[str, Any]:
     """What a ledger says, in bytes."""
 
     def shown(book: Book) -> dict[str, Any]:
-        lines = book.lines[book.lines["pid"] != 0]
-        processes = [
-            {key: int(line[key]) for key in ("pid", "granted", "used", "reserved", "wanted")} for line in lines
-        ]
+        words = ["pid", "granted", "used", "reserved", "wanted"]
+        lines = book.lines[words][book.lines["pid"] != 0].tolist()
+        processes = [dict(zip(words, line)) for line in lines]
         return {"name": path.stem, "limit": book.limit, "free": book.free, "processes": processes}
 
     ledger = Ledger(path)
@@ -79,14 +87,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def tables(found: list[dict[str, Any]]) -> Iterator[Table | str]:
-    """A table for each ledger."""
     for each in found:
         title = f"{each['name']}: {format_bytes(each['limit'])}, {format_bytes(max(each['free'], 0))} not granted"
-        yield make_table(title, COLUMNS, (_row(line) for line in each["processes"]))
+        lines = [line | {"surplus": max(line["granted"] - line["used"], 0)} for line in each["processes"]]
+        rows = ([line["pid"], *(format_bytes(line[name]) for name in COLUMNS[1:])] for line in lines)
+        yield make_table(title, COLUMNS, rows)
     if not found:
         yield HINT
-
-
-def _row(line: dict[str, int]) -> list[str]:
-    amounts = line["granted"], line["used"], max(line["granted"] - line["used"], 0), line["reserved"], line["wanted"]
-    return [str(line["pid"]), *map(format_bytes, amounts)]
