@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from .cache import KVCache
 from .errors import VmmkvError
-from .pool import FramePool, holders, pool_stats
+from .pool import FramePool, pool_stats
 from .stats import CacheStats, CallStats, FramePoolStats
 
 Samples = dict[tuple[str, ...], float]
@@ -33,7 +33,6 @@ class Scrape(NamedTuple):
     caches: list[tuple[KVCache, CacheStats]]
 
     def pages(self) -> Samples:
-        """Pages by state."""
         stats = self.stats
         surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
         sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
@@ -102,11 +101,7 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """A snapshot of all pools."""
-        caches = [owner for owner in holders() if isinstance(owner, KVCache)]
-        scrapes = [
-            Scrape(pool, stats, [(each, found) for each in caches if each.pool is pool and (found := _stats(each))])
-            for pool, stats in pool_stats().items()
-        ]
+        scrapes = [Scrape(pool, stats, _caches(pool)) for pool, stats in pool_stats().items()]
         for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (text, labels, values) in metrics.items():
                 metric = family(name, text, labels=["pool", "device", *labels])
@@ -121,8 +116,9 @@ class PoolCollector(Collector):
         return []
 
 
-def _stats(cache: KVCache) -> CacheStats | None:
-    """The statistics of a cache, unless it was closed meanwhile."""
-    with suppress(VmmkvError):
-        return cache.stats()
-    return None
+def _caches(pool: FramePool) -> list[tuple[KVCache, CacheStats]]:
+    found = []
+    for holder in pool.holders.copy().values():
+        with suppress(VmmkvError):  # it was closed meanwhile
+            found += [(holder, holder.stats())] if isinstance(holder, KVCache) else []
+    return found

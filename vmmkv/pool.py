@@ -278,23 +278,13 @@ def check_pool_alone(pool: object, **others: object) -> None:
         raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
 
 
-def living_pools() -> list[FramePool]:
-    """Those of this process, the first one made coming first."""
-    return [pool for reference in _pools.valuerefs() if (pool := reference()) is not None]
-
-
-def holders() -> list[Holder]:
-    """The caches, growable tensors and memory pools of this process, by pool, the oldest first."""
-    found = [sorted(pool.holders.copy().values(), key=lambda holder: holder.account) for pool in living_pools()]
-    return [holder for of_pool in found for holder in of_pool]
-
-
 def pool_stats() -> dict[FramePool, FramePoolStats]:
     """A snapshot of each pool of this process that is in use, the first one made coming first."""
     stats = {}
-    for pool in living_pools():
+    for reference in _pools.valuerefs():
         with suppress(VmmkvError):
-            stats[pool] = pool.stats()
+            if (pool := reference()) is not None:
+                stats[pool] = pool.stats()
     return stats
 
 

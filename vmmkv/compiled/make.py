@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = [f"vmmkv.{name}.entries" for name in ("driver", "core", "prefix")]
-LIBRARIES += ["vmmkv.torch.allocating", "vmmkv.torch.leasing"]
+LIBRARIES = [*(f"vmmkv.{name}.entries" for name in ("driver", "core", "prefix")), "vmmkv.torch.allocating"]
 """All that there are."""
 PROCESSORS = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 """LLVM's names of those that there is bitcode for. It differs in this and in how data lie."""

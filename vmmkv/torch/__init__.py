@@ -3,9 +3,8 @@
 Nothing here is a compiled extension, and Numba is imported only when a memory pool is made.
 """
 
-from .accounting import memory_allocated
 from .growable_tensor import GrowableTensor, GrowableTensorStats
-from .pool import MemoryPool, MemoryPoolStats, memory_pool
+from .pool import MemoryPool, MemoryPoolStats, memory_allocated, memory_pool
 
 __all__ = [
     "GrowableTensor",

@@ -26,11 +26,9 @@ from ..compiled.code import address_of, bind, keep, link
 from ..core.pool import ASKED, NO_LIMIT_PAGES, Ask
 from ..driver.driver import Driver, fork_error
 from ..pool import FramePool
-from . import allocating, leasing
-from .allocating import STATE
+from .allocating import ENTRIES, SOURCES, STATE
 
-allocate, deallocate = link("vmmkv.torch.allocating", allocating.ENTRIES, allocating.SOURCES)
-lease, give_back, end = link("vmmkv.torch.leasing", leasing.ENTRIES, leasing.SOURCES)
+allocate, deallocate, lease, give_back, end = link("vmmkv.torch.allocating", ENTRIES, SOURCES)
 TURNS = 8
 """Others may take pages while a lease grows: how often it is tried again."""
 
@@ -65,7 +63,6 @@ class Allocator:
 
     @property
     def physical(self) -> int:
-        """Pages that it has taken."""
         return int(self.state["physical"]) // int(self.state["page_size"])
 
 
@@ -121,5 +118,4 @@ class Lease:
         return given
 
     def mapped_pages(self) -> int:
-        """Pages of what is leased that exist."""
         return self._allocator.physical

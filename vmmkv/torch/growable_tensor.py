@@ -100,7 +100,9 @@ class GrowableTensor:
         self._lock: Any = threading.RLock()
         self._cache = Cache(self.pool, (self._row_bytes,), 1, self.shape_max[0], limit=limit, large=False)
         self._sequence = self._cache.start()
-        self._whole: torch.Tensor | None = self._export()
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            flat = export_range(int(self._cache.ranges[0]["address"]), nbytes, self.device, owner=self._cache.owner())
+            self._whole = flat.view(self.dtype).view(self.shape_max)
         self.account_name = self.pool.name(self)
 
     @property
@@ -200,11 +202,8 @@ class GrowableTensor:
         if self.pool.word("dead"):
             return
         with self._alone(is_open=False):
-            self._whole = None
-            try:
-                self._cache.close()
-            finally:
-                self._whole = self._export() if self._cache.owners[0] else None
+            self._cache.close()
+            vars(self).pop("_whole", None)
         self.pool.holders.pop(self.account_name, None)
         if self.owns_pool:
             self.pool.end()
@@ -221,16 +220,9 @@ class GrowableTensor:
         """All of the virtual tensor. Raises `UseAfterFreeError` or `ForkError` where it cannot be used any more."""
         if self.pool.word("dead"):
             raise fork_error()
-        if self._whole is None:
+        if not self._cache.owners[0]:
             raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         return self._whole
-
-    def _export(self) -> torch.Tensor:
-        """A tensor over all of the range."""
-        address, nbytes = int(self._cache.ranges[0]["address"]), self.shape_max[0] * self._row_bytes
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-            flat = export_range(address, nbytes, self.device, owner=self._cache.owner())
-            return flat.view(self.dtype).view(self.shape_max)
 
     def _resize(self, length: int) -> None:
         """Does what `resize` does, under the lock."""

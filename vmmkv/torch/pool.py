@@ -15,7 +15,7 @@ import torch
 from ..budget import pages_within
 from ..driver.driver import open_driver
 from ..errors import DeviceError
-from ..pool import FramePool, check_pool_alone
+from ..pool import FramePool, check_pool_alone, pool_stats
 
 if TYPE_CHECKING:
     from .allocator import Allocator, Lease
@@ -192,7 +192,6 @@ class MemoryPool:
             self._busy.release()
 
     def _refusal(self) -> str:
-        """Why the last segment could not be had."""
         stats, mib = self.stats(), 2**20
         asked = f"vmmkv: torch asked this memory pool for a segment of {self._books['refused'] / mib:.0f} MiB; "
         if self._books["status"]:
@@ -244,3 +243,19 @@ def _leave_block() -> None:
     with _lock:
         _blocks -= 1
         _end([])
+
+
+def memory_allocated(device: str | torch.device | None = None) -> int:
+    """Bytes of the pages of all caches, growable tensors, frame pools and memory pools of this process. torch also
+    counts those of memory pools (in `torch.cuda.memory_reserved`), but not those of caches and growable tensors.
+
+    Args:
+        device: counts only what is there: `"cuda"` (torch's current device; torch's own error, where there is none),
+            `"cuda:1"`, `"cpu"`; None counts all.
+    """
+    where = None if device is None else torch.device(device)
+    if where == torch.device("cuda"):
+        where = torch.device("cuda", torch.cuda.current_device())
+    found = [stats.physical_bytes for pool, stats in pool_stats().items() if where in (None, pool.device)]
+    alone = [pool for pool in pools if pool.account < 0 and where in (None, pool.device)]  # they lie on no frame pool
+    return sum(found) + sum(pool.stats().physical_bytes for pool in alone)
