@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.events import EventLog, salt_of
-from vmmkv.events.chain import Link
+from vmmkv.events.log import Link
 from vmmkv.events.naming import told_names
 
 Names = tuple[str | None, str | int | None, str | int | None]
