@@ -133,7 +133,7 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = """kernels errors layout stats budget ledger compiled driver core events tier prefix tensors scales arguments
+LAYERS = """kernels errors layout stats budget ledger compiled driver core events tier prefix tensors arguments
 views transfer lending pool snapshot picture sequence cache publication vmmkv metrics torch schemes workload testing
 integrations model_config cli __main__""".split()  # noqa: SIM905
 """Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""

@@ -9,13 +9,54 @@ import torch
 from .arguments import one_of
 from .core.cache import Cache
 from .core.pool import Pool
-from .driver.driver import fork_error
-from .errors import UnsupportedError, UseAfterFreeError
+from .driver.driver import Driver, fork_error
+from .driver.fence import Fence
+from .errors import DriverOutOfMemoryError, UnsupportedError, UseAfterFreeError
 from .layout import KVLayout
-from .scales import SequenceScales
 from .tensors import ScaledKV, export_range
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class SequenceScales:
+    """Scales of whole sequences, beside their pages in plain memory of torch: ones for a new sequence; from then on
+    they go where its tokens go.
+
+    Args:
+        driver: the memory system.
+        layout: layers that have fewer KV heads than others use the first ones.
+        num_rows: rows.
+    """
+
+    def __init__(self, driver: Driver, layout: KVLayout, num_rows: int) -> None:
+        self._driver, self._ones = driver, num_rows
+        shape = num_rows + 1, 2, layout.num_layers, max(layer.num_kv_heads for layer in layout.layers)
+        try:
+            with torch.inference_mode(False):
+                self._all = torch.ones(shape, dtype=torch.float32, device=driver.device)
+        except (MemoryError, RuntimeError) as error:  # torch raises either
+            detail = f"{shape} scales beside the cache"
+            raise DriverOutOfMemoryError("torch.ones", type(error).__name__, detail) from error
+        Fence.after(driver, [driver.current_stream()]).wait()  # sequences on other streams begin with these
+        self.rows = self._all[:num_rows]
+        """fp32 `[num_rows, K and V, num_layers, num_kv_heads]`."""
+
+    def check_not_captured(self) -> None:
+        """Raises `StreamCaptureError` while a CUDA graph is being captured: each replay would copy scales again."""
+        if self._driver.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise self._driver.captured("copy", self._driver.current_stream())
+
+    def reset(self, row: int) -> None:
+        """Makes those of a row ones, in the order of the current stream."""
+        self.copy({row: self._ones})
+
+    def copy(self, moves: dict[int, int]) -> None:
+        """Gives rows those of others, by row, in the order of the current stream. Raises what `Driver.copy` raises."""
+        nbytes = self._all[0].nbytes
+        held = self._all[list(moves.values())] if len(moves) > 1 else None  # a row may be a source and change, too
+        for index, (row, source) in enumerate(moves.items()):
+            origin = self._all[source].data_ptr() if held is None else held[index].data_ptr()
+            self._driver.copy(self._all[row].data_ptr(), origin, nbytes)
 
 
 class TokenCache(Cache):
@@ -35,12 +76,10 @@ class TokenCache(Cache):
             self._scales = [self._scales_of(number) for number in range(layout.num_layers)] if layout.scales else []
 
     def _export(self, part: Any) -> torch.Tensor:
-        """The elements of a range."""
         nbytes = self.max_sequences * int(part["row_pages"]) * self.page_size
         return export_range(int(part["address"]), nbytes, self.device, owner=self.owner()).view(self.layout.dtype)
 
     def _values_of(self, number: int) -> Pair:
-        """K and V of a layer over all rows."""
         layer = self.layout.layers[number]
         k, v = (
             self._over_rows(number, self.layout.dtype, offset, (layer.num_kv_heads, width), (width, 1))
