@@ -25,6 +25,8 @@ WIDTH = 768
 """Pixels from left to right."""
 CELL = 12
 """Pixels from one square to the next."""
+SIZE = CELL - 2
+"""Pixels of a square."""
 LABEL = 18
 """Columns that the name of a row takes."""
 MAX_PAGES = 1024
@@ -52,40 +54,33 @@ def colour(number: int) -> str:
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 
 
-def rectangle(x: float, y: float, width: float, height: float, looks: str) -> str:
-    """A rectangle with SVG attributes for its looks."""
-    return f'<rect x="{x:.4g}" y="{y:.6g}" width="{width:.4g}" height="{height:g}" {looks}/>'
-
-
 class Drawing:
     """A drawing that grows downwards, below a title and a line; `y` is where it ends so far."""
 
     def __init__(self, title: str, line: str) -> None:
-        self._parts: list[str] = []
+        self.parts: list[str] = []
         self.y = 0
-        self.text(title, 'font-weight="bold"')
-        self.text(line)
+        self.line(title, looks='font-weight="bold"')
+        self.line(line)
 
-    def text(self, text: str, looks: str = "") -> None:
-        """Adds a line of text."""
+    def line(self, text: str, looks: str = "") -> None:
         self.y += 20
-        self.write(0, self.y - 5, text, looks)
+        self.text(0, self.y - 5, text, looks)
 
-    def write(self, x: float, y: float, text: str, looks: str = "") -> None:
-        """Adds text at a position."""
-        self.put(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {looks}>{escape(text)}</text>')
-
-    def put(self, shape: str) -> None:
-        """Adds a shape."""
-        self._parts.append(shape)
+    def text(self, x: int, y: int, text: str, looks: str = "") -> None:
+        self.parts.append(f'<text x="{x}" y="{y}" fill="currentColor" {looks}>{escape(text)}</text>')
 
     def svg(self) -> str:
-        """The SVG of the drawing."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{self.y + 4}" '
             f'viewBox="0 0 {WIDTH} {self.y + 4}" style="max-width:100%;height:auto" font-family="sans-serif" '
-            f'font-size="11">{"".join(self._parts)}</svg>'
+            f'font-size="11">{"".join(self.parts)}</svg>'
         )
+
+
+def box(x: float, y: float, looks: str, width: float = SIZE) -> str:
+    """A rectangle, as high as a square, with SVG attributes for its looks."""
+    return f'<rect x="{x:.4g}" y="{y:.6g}" width="{width:.4g}" height="{SIZE}" {looks}/>'
 
 
 class Page(NamedTuple):
@@ -98,20 +93,19 @@ class Page(NamedTuple):
     begin: float = 0.0
     end: float = 1.0
 
-    def __str__(self) -> str:
-        what = f"sequence {self.state}" if self.state >= 0 else STATES[self.state][0]
-        return f"page {self.number}: {what}"
-
     def square(self, x: int, y: int) -> str:
-        """How it looks."""
-        is_shared, size = self.state == stats.SHARED_PAGE and self.viewer > 0 and self.begin < self.end, CELL - 2
-        if self.state < 0 and not is_shared:
-            return rectangle(x, y, size, size, STATES[self.state][1])
-        fill, part = colour(self.viewer if is_shared else self.state), self.end - self.begin
-        outline = rectangle(x, y, size, size, f'fill="none" stroke="{fill}"') if part < 1 else ""
-        filled = rectangle(x + size * self.begin, y, size * part, size, f'fill="{fill}"')
-        stripe = f'<path d="M{x} {y + size // 2}h{size}" stroke="currentColor" stroke-width="2"/>'
-        return outline + filled + (stripe if is_shared else "")
+        what, looks = STATES.get(self.state, (f"sequence {self.state}", ""))
+        is_shared = self.state == stats.SHARED_PAGE and self.viewer > 0 and self.begin < self.end
+        shapes = [f"<title>page {self.number}: {what}</title>"]
+        if self.state >= 0 or is_shared:
+            fill, part = colour(self.viewer if is_shared else self.state), self.end - self.begin
+            shapes += [box(x, y, f'fill="none" stroke="{fill}"')] if part < 1 else []
+            shapes += [box(x + SIZE * self.begin, y, f'fill="{fill}"', SIZE * part)]
+            stripe = f'<path d="M{x} {y + SIZE // 2}h{SIZE}" stroke="currentColor" stroke-width="2"/>'
+            shapes += [stripe] if is_shared else []
+        else:
+            shapes.append(box(x, y, looks))
+        return f"<g>{''.join(shapes)}</g>"
 
 
 def draw_cache(cache: KVCache) -> str:
@@ -125,7 +119,7 @@ def draw_cache(cache: KVCache) -> str:
     )
     _draw_rows(drawing, cache, owners, [*dict.fromkeys([*live, *(row for row, _ in snapshot.mapped_rows(cache))])])
     step = -(-len(owners) // MAX_PAGES) or 1
-    drawing.text(f"Physical pages, {len(owners):,} by number{_stands_for(step)}")
+    drawing.line(f"Physical pages, {len(owners):,} by number{_stands_for(step)}")
     pages = [Page(number, int(owners[number])) for number in range(0, len(owners), step)]
     _squares(drawing, "physical", pages, WIDTH // CELL)
     _legend(drawing, owners)
@@ -160,36 +154,34 @@ def _draw_rows(drawing: Drawing, cache: KVCache, owners: npt.NDArray[np.int64], 
     columns, drawn = WIDTH // CELL - LABEL, {row: row_pages(cache, owners, row) for row in rows[:MAX_ROWS]}
     step = -(-max(map(len, drawn.values()), default=0) // columns) or 1
     if rows:
-        drawing.text(f"Pages in the order of addresses{_stands_for(step)}")
+        drawing.line(f"Pages in the order of addresses{_stands_for(step)}")
     for row, pages in drawn.items():
         what = "retired" if cache.rows["list"][row] == RETIRED else "parked"
         if cache.owners[row]:
             what = f"sequence {cache.owners[row]}, {_count(int(cache.lengths[row] - cache.starts[row]), 'token')}"
-        drawing.write(0, drawing.y + CELL - 2, f"{row}: {what}")
+        drawing.text(0, drawing.y + SIZE, f"{row}: {what}")
         _squares(drawing, "row", pages[::step], columns)
     if len(rows) > MAX_ROWS:
-        drawing.text(f"and {_count(len(rows) - MAX_ROWS, 'more row')}")
+        drawing.line(f"and {_count(len(rows) - MAX_ROWS, 'more row')}")
 
 
 def _squares(drawing: Drawing, name: str, pages: Sequence[Page], columns: int) -> None:
-    """Pages in lines of so many columns, at the right."""
-    drawing.put(f'<g class="{name}">')
-    for index, page in enumerate(pages):
-        line, column = divmod(index, columns)
-        x, y = WIDTH - (columns - column) * CELL + 1, drawing.y + line * CELL + 1
-        drawing.put(f"<g><title>{page}</title>{page.square(x, y)}</g>")
-    drawing.put("</g>")
+    """Adds pages in lines of so many columns, at the right."""
+    left, top = WIDTH - columns * CELL + 1, drawing.y + 1
+    squares = (
+        page.square(left + index % columns * CELL, top + index // columns * CELL) for index, page in enumerate(pages)
+    )
+    drawing.parts.append(f'<g class="{name}">{"".join(squares)}</g>')
     drawing.y += max(-(-len(pages) // columns), 1) * CELL + 2
 
 
 def _legend(drawing: Drawing, owners: npt.NDArray[np.int64]) -> None:
-    """Adds the looks and numbers of pages that do not belong to one sequence."""
     counts = Counter(owners.tolist())
     for state, (name, looks) in STATES.items():
         if counts[state]:
-            drawing.put(rectangle(1, drawing.y + 7, CELL - 2, CELL - 2, looks))
+            drawing.parts.append(box(1, drawing.y + 7, looks))
             drawing.y += 16
-            drawing.write(CELL + 2, drawing.y, f"{counts[state]:,} {name}")
+            drawing.text(CELL + 2, drawing.y, f"{counts[state]:,} {name}")
 
 
 def _count(number: int, what: str) -> str:

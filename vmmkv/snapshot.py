@@ -58,21 +58,12 @@ def frames_of(cache: Cache) -> Ints:
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-def first_pages(cache: Cache) -> Ints:
-    """The number of the first physical page of each frame of the pool."""
-    pages: Ints = cache.pool.frames["pages"][: cache.pool.word("fresh")]
-    return np.cumsum(pages) - pages
-
-
-def pages_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple[int, Ints]:
-    """The first page of a row, and the numbers of the physical pages from there on: see `frames_in`."""
-    first, found = frames_in(cache, row, part, bounds)
-    if not len(found) or cache.pool.frames["pages"][found].max() == 1:
-        return first, first_pages(cache)[found]
-    begins = frames_in(cache, row, part)
-    _, at, which = np.unique(begins[1], return_index=True, return_inverse=True)
-    offsets = np.arange(len(begins[1])) - at[which]
-    return first, first_pages(cache)[found] + offsets[first - begins[0] :][: len(found)]
+def pages_in(cache: Cache, row: int, part: int) -> tuple[int, Ints]:
+    """The first mapped page of a row, and the numbers of the physical pages from there on. Large frames begin at
+    multiples of their pages."""
+    sizes: Ints = cache.pool.frames["pages"][: cache.pool.word("fresh")]
+    first, found = frames_in(cache, row, part)
+    return first, (np.cumsum(sizes) - sizes)[found] + np.arange(first, first + len(found)) % sizes[found]
 
 
 def counts(cache: Cache) -> dict[str, int]:
@@ -85,7 +76,6 @@ def counts(cache: Cache) -> dict[str, int]:
 
 
 def page_map(cache: KVCache) -> Ints:
-    """What each physical page holds: see `KVCache.page_map`."""
     pool = cache.pool
     frames = pool.frames[: pool.word("fresh")]
     owners = np.full(len(frames), OTHERS_PAGE, np.int64)
@@ -110,7 +100,6 @@ def page_map(cache: KVCache) -> Ints:
 
 
 def stats(cache: KVCache) -> CacheStats:
-    """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
     pool, size, tokens, host = cache.pool, cache.page_size, int(cache.state[0]["tokens"]), cache.host_tier
     account, found = pool.accounts[cache.account], counts(cache)
     used, records = int(account["used"]), sum(cache.layout.record_bytes)
