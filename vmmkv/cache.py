@@ -576,7 +576,6 @@ class KVCache(TokenCache):
             warnings.warn(f"a KVCache was closed with {told}", LeakWarning, stacklevel=2, source=sequence)
 
     def _live(self) -> dict[Any, str]:
-        """Its live sequences, and how each is shown."""
         held = [sequence for watch in [*self.watches] if (sequence := watch()) is not None]
         return {each: repr(each) for each in held if self.owners[each.ticket & ROW_MASK] == each.ticket >> ROW_BITS > 0}
 

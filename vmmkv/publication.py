@@ -115,14 +115,12 @@ def _read(name: str) -> dict[str, Any] | None:
 
 
 def _is_record(found: Any) -> bool:
-    """Whether that is a record of this version."""
     if not (isinstance(found, dict) and found.keys() >= KEYS and isinstance(found["pid"], int)):
         return False
     return isinstance(found["pools"], list) and all(isinstance(pool, dict) for pool in found["pools"])
 
 
 def _is_own(peer: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.geteuid())
 

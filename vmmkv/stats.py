@@ -32,7 +32,6 @@ class Table:
 
 
 def _text(name: str, value: Any) -> str:
-    """A field as people read it."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(key, part)}" for key, part in value.items())
     if isinstance(value, tuple):

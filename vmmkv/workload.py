@@ -76,7 +76,6 @@ def read_trace(path: Path) -> list[Request]:
 
 
 def _request(row: dict[str, Any], columns: tuple[str, str]) -> Request:
-    """A request without its time."""
     if missing := [name for name in columns if name not in row]:
         raise ValueError(f"{' and '.join(missing)} missing; there are {reprlib.repr([*row])}")
     blocks = row.get("hash_ids", ())
@@ -87,7 +86,6 @@ def _request(row: dict[str, Any], columns: tuple[str, str]) -> Request:
 
 
 def _count(value: object) -> int:
-    """A number of tokens."""
     number = int(value) if isinstance(value, str) else value
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"{value!r} is no number of tokens")

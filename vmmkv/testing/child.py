@@ -83,7 +83,6 @@ class Child:
 
 
 def describe(status: int) -> str:
-    """How a process ended."""
     return signal.Signals(-status).name if status < 0 else f"the process exits with {status}"
 
 

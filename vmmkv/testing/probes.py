@@ -47,7 +47,6 @@ class Caller(Maker):
         return self.noise(len(lengths), self.case.queries, self.case.heads, self.case.head_dim), self._kept[-1]
 
     def call(self, rows: Rows) -> Answer:
-        """The answer to one call."""
         q, lengths = self.inputs(rows.lengths)
         return self.judge(lambda: self.kernel(q, rows.k, rows.v, lengths), q, rows)
 

@@ -54,7 +54,6 @@ class Maker:
         self._generator = torch.Generator(self.device).manual_seed(case.seed)
 
     def noise(self, *shape: int) -> torch.Tensor:
-        """Normal numbers."""
         return torch.randn(shape, generator=self._generator, device=self.device).to(self.case.dtype)
 
     # ------------------------------------------------------------------ ordinary tensors
@@ -95,7 +94,6 @@ class Maker:
         return address, export_range(address, nbytes, self.device, self.driver).view(self.case.dtype)
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes of whole pages."""
         return -(-nbytes // self.driver.page_size) * self.driver.page_size
 
     def put(self, nbytes: int, *addresses: int, read_at: int | None = None) -> None:

@@ -69,7 +69,6 @@ def flashinfer_single(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tenso
 
 
 def rows_decode(kernel: str, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
-    """vmmkv's own decode."""
     from ..kernels import decode
 
     return decode(q, k, v, lengths, kernel=kernel)
