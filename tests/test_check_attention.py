@@ -16,8 +16,7 @@ from test_cli import invoke, run_vmmkv
 from vmmkv.errors import ArgumentError, DeviceError, DtypeError
 from vmmkv.testing import Report, Verdict, check_attention
 from vmmkv.testing.answers import TOLERANCES, Answer, Case, compare, reference
-from vmmkv.testing.checking import judge
-from vmmkv.testing.child import Child
+from vmmkv.testing.checking import Child, judge
 from vmmkv.testing.probes import Request
 
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "tokens": 33}

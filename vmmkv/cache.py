@@ -448,25 +448,21 @@ class KVCache(TokenCache):
             self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
     def _reorder_scales(self, moves: dict[Any, Any]) -> None:
-        """Copies the scales of the tokens that sequences have taken over. If that fails, ends the sequences that were
-        to change: they would have wrong scales."""
+        """Copies the scales of the tokens that sequences have taken over, whose streams wait for that. If it fails,
+        ends the sequences that were to change: they would have wrong scales."""
         assert self.scales is not None
         try:
             self.scales.copy({each.row: other.row for each, other in moves.items()})
-            self._order(moves)
+            driver = self.pool.driver
+            fence = Fence.after(driver, [driver.current_stream()])
+            slots = int(np.bitwise_or.reduce([self.rows["streams"][each.row] for each in moves]))
+            for slot in range(slots.bit_length()):
+                if slots >> slot & 1:
+                    fence.order(driver.slot_streams[slot])
         except BaseException:
             with suppress(VmmkvError):
                 self.free([each for each, other in moves.items() if each is not other])
             raise
-
-    def _order(self, batch: Iterable[Any]) -> None:
-        """Has the streams of sequences wait for the current stream."""
-        driver = self.pool.driver
-        fence = Fence.after(driver, [driver.current_stream()])
-        slots = int(np.bitwise_or.reduce([self.rows["streams"][each.row] for each in batch]))
-        for slot in range(slots.bit_length()):
-            if slots >> slot & 1:
-                fence.order(driver.slot_streams[slot])
 
     def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
         """Makes tokens from `start` on safe to write over: pages shared with other sequences are copied, and these

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -156,16 +157,16 @@ class KVLayout:
         for first in range(0, self.num_layers, count):
             end, placed = 0, []
             for heads, k_dim, v_dim in shapes[first : first + count]:
-                k_offset, v_offset = end, end + _round_up(heads * k_dim, step)
+                k_offset, v_offset = end, end + round_up(heads * k_dim, step)
                 placed.append(LayerLayout(len(records), heads, k_dim, v_dim, k_offset, v_offset))
-                end = v_offset + _round_up(heads * v_dim, step)
+                end = v_offset + round_up(heads * v_dim, step)
             nbytes = end * item
             if self.scales == "token_head":
                 for index, layer in enumerate(placed):
                     placed[index] = replace(layer, scales_offset=nbytes // SCALE_BYTES)
                     nbytes += 2 * layer.num_kv_heads * SCALE_BYTES
             layers += placed
-            records.append(_round_up(nbytes, ALIGNMENT))
+            records.append(round_up(nbytes, ALIGNMENT))
         return tuple(layers), tuple(records)
 
     @cached_property
@@ -238,5 +239,6 @@ def shown(number: int) -> str:
     return str(number) if number.bit_length() < 2000 else f"a number of {number.bit_length()} bits"
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: Any, multiple: int) -> Any:
+    """The next multiple, of a number or of each of an array."""
     return -(-value // multiple) * multiple

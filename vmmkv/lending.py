@@ -83,15 +83,11 @@ class Lender:
 
     # ------------------------------------------------------------------ taking
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether this thread is in the middle of a call: in a finalizer or a signal handler."""
-        return bool(self._asking._is_owned() or self._moving._is_owned() or self.ledger.is_busy)
-
     def borrow(self, pages: int) -> int:
         """Raises the pool's budget by so many pages, or by none; returns by how many. Waits while other processes give
         memory back. In a finalizer or a signal handler within a call of the lender it does nothing."""
-        if self._is_over or pages <= 0 or self._is_busy:
+        is_nested = self._asking._is_owned() or self._moving._is_owned() or self.ledger.is_busy
+        if self._is_over or pages <= 0 or is_nested:
             return 0
         with self._asking, suppress(BudgetError):  # where the ledger cannot be used, the process has what it has
             granted = self._granted(pages * self._page_size) // self._page_size

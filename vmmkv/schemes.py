@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .arguments import check_length
 from .driver.driver import DEFAULT_PAGE_SIZE
-from .layout import SCALE_BYTES, KVLayout
+from .layout import SCALE_BYTES, KVLayout, round_up
 
 SCHEMES = ("static", "block_table_16", "per_layer", "vmmkv")
 BLOCK_TOKENS = 16
@@ -43,7 +43,7 @@ def allocated_bytes(
     if scheme == "static":
         return np.full_like(tokens, max_seq_len * layout.token_bytes)
     if scheme == "block_table_16":
-        return _round_up(tokens, BLOCK_TOKENS) * layout.token_bytes
+        return np.asarray(round_up(tokens, BLOCK_TOKENS) * layout.token_bytes)
     if scheme == "per_layer":
         scale = SCALE_BYTES if layout.scales == "token_head" else 0
         strides = [
@@ -56,8 +56,4 @@ def allocated_bytes(
     else:
         raise ValueError(f"asked for the scheme {scheme!r}; there are {', '.join(SCHEMES)}")
     ranges = Counter(strides).items()
-    return sum((count * _round_up(tokens * stride, page_size) for stride, count in ranges), np.zeros_like(tokens))
-
-
-def _round_up(values: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]:
-    return -(-values // multiple) * multiple
+    return sum((count * round_up(tokens * stride, page_size) for stride, count in ranges), np.zeros_like(tokens))

@@ -16,8 +16,6 @@ from .core import sequence as core
 from .core.tables import ROW_BITS, ROW_MASK
 from .errors import (
     ArgumentError,
-    DeviceError,
-    DtypeError,
     ShapeError,
     StrideLimitWarning,
     UnsupportedError,
@@ -27,7 +25,7 @@ from .events.log import check_ids
 from .layout import KVLayout, as_index, shown
 from .picture import draw_sequence
 from .prefix.retention import Retention
-from .tensors import check_dense
+from .tensors import check_source
 from .transfer import send
 
 if TYPE_CHECKING:
@@ -285,19 +283,14 @@ class Sequence(core.Sequence):
             OutOfRangeError: there is no such layer.
             UnsupportedError: the layout has scales; use `vmmkv.kernels.append`, which writes or applies them.
         """
-        check_dense(k, "K")
-        check_dense(v, "V")
         pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
-        for source, target in pairs:
+        for name, (source, target) in zip("KV", pairs):
+            check_source(source, name, target.dtype, target.device)
             if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
                 raise ShapeError(
                     f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
                     f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
                 )
-            if source.dtype != target.dtype:
-                raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
-            if source.device != target.device:
-                raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
         if len(k) != len(v):
             raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
         for source, target in pairs:

@@ -17,7 +17,7 @@ import torch
 import torch.serialization
 import torch.utils.dlpack
 
-from .errors import ArgumentError
+from .errors import ArgumentError, DeviceError, DtypeError
 
 # https://dmlc.github.io/dlpack/latest/c_api.html
 KDLCPU, KDLCUDA, KDLUINT = 1, 2, 1
@@ -98,14 +98,19 @@ def _tag(storage: Any) -> None:
 torch.serialization.register_package(0, _tag, lambda storage, location: None)
 
 
-def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Raises `ArgumentError` for what cannot be copied from as it is: what is no tensor, is sparse, or has no data."""
+def check_source(tensor: torch.Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `ArgumentError` for what cannot be copied from as it is: what is no tensor, is sparse, or has no data; and
+    `DtypeError` or `DeviceError` for what has another dtype or device."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"got {name} as {type(tensor).__name__}; it must be a torch.Tensor: see torch.as_tensor()")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ArgumentError(f"got {name} as {type(tensor).__name__}, which only stands for a tensor; give a plain one")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"got {name} as {tensor.layout}; it must be strided. Convert with .to_dense()")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"got {name} of {tensor.dtype}; it must be {dtype}. Convert with .to()")
+    if tensor.device != device:
+        raise DeviceError(f"got {name} on {tensor.device}; it must be on {device}")
 
 
 class ScaledKV(NamedTuple):

@@ -39,8 +39,6 @@ LABELS = {
     "vmmkv": ("vmmkv, 2 MiB pages", "any"),
 }
 """By scheme its name, and which attention kernels run on it."""
-PALE = ["#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5", "#393b79"]
-"""Ten more colours behind matplotlib's own ten."""
 
 
 def demo(
@@ -189,12 +187,13 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
 
 def _plot(replay: Replay, path: Path) -> None:
     """Time to the right, physical pages upwards, a colour for each sequence."""
+    from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     legend = {"no memory": "white", "no tokens": "lightgrey"}
-    colours = [*(f"C{index}" for index in range(10) if index != 7), *PALE]  # C7 is grey
+    colours: list[Any] = [colormaps["tab20"](index) for index in range(20) if index not in (14, 15)]  # these are grey
     steps = [step for step, _ in replay.page_maps]
     picture = np.zeros((max(len(pages) for _, pages in replay.page_maps), len(steps)), int)
     for column, (_, pages) in enumerate(replay.page_maps):

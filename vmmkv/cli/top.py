@@ -90,8 +90,9 @@ def _figures(record: Record, pool: Record, last: tuple[Record, Record] | None) -
     pages = sum(mapped.values())
     rates = ["", ""]
     if last and (seconds := record["time"] - last[0]["time"]):
-        spent = (_seconds(pool[calls]) - _seconds(last[1][calls]) for calls in ("driver_calls", "mapper_calls"))
-        rates = [f"{each / seconds * 1000:.1f}" for each in spent]
+        for index, calls in enumerate(("driver_calls", "mapper_calls")):
+            now, before = (sum(call["seconds"] for call in each[calls].values()) for each in (pool, last[1]))
+            rates[index] = f"{(now - before) / seconds * 1000:.1f}"
     return [
         *(format_bytes(pool[f"{name}_bytes"]) for name in ("limit", "physical", "used")),
         f"{pool['sequences']:,}",
@@ -100,7 +101,3 @@ def _figures(record: Record, pool: Record, last: tuple[Record, Record] | None) -
         f"{mapped['ahead'] / pages:.0%}" if pages else "",
         *rates,
     ]
-
-
-def _seconds(calls: dict[str, dict[str, float]]) -> float:
-    return sum(call["seconds"] for call in calls.values())

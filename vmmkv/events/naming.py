@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from operator import index
 
 from ..errors import ArgumentError
+from ..layout import shown
 
 Name = str | bytes | int | None
 """A salt, an adapter or a tenant."""
@@ -26,28 +28,20 @@ def name_of(kind: str, value: object) -> Name:
     """Returns a salt, an adapter or a tenant, named by `kind` in errors, as a plain value: text, bytes, a whole number
     (also of a subclass, such as an enumeration), or None. Values of different types are never equal: Python's
     `1 == True == 1.0` would let sequences share what is to be kept apart."""
-    if value is None:
-        return None
     if isinstance(value, str):
-        try:
+        with suppress(UnicodeEncodeError):
             return str.encode(value).decode()
-        except UnicodeEncodeError as error:
-            raise ArgumentError(
-                f"got {kind}={str.__repr__(value)}, which UTF-8 cannot encode: {error.reason}. Give text without "
-                "surrogates, or its bytes"
-            ) from None
-    if isinstance(value, bytes):
+    elif isinstance(value, bytes):
         return bytes(memoryview(value))
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentError(
-            f"got {kind}={value!r} of type {type(value).__name__}; it must be text, bytes, a whole number (no bool), "
-            "or None"
-        )
-    if int.bit_length(value) > MAX_BITS:
-        raise ArgumentError(
-            f"got {kind} of {int.bit_length(value)} bits; numbers have {MAX_BITS} at most: give text or bytes"
-        )
-    return index(value)
+    elif value is None:
+        return None
+    elif isinstance(value, int) and not isinstance(value, bool) and int.bit_length(value) <= MAX_BITS:
+        return index(value)
+    given = shown(value) if isinstance(value, int) else f"{value!r}"
+    raise ArgumentError(
+        f"got {kind}={given} of type {type(value).__name__}; it must be text that UTF-8 can encode, bytes, a whole "
+        f"number (no bool) of at most {MAX_BITS} bits, or None"
+    )
 
 
 def told_names(salt: object, adapter: object, tenant: object) -> Names:

@@ -1,7 +1,6 @@
 """A checker for attention kernels: `check_attention` gives one rows of every awkward kind.
 
-checking    what users call: it decides what is asked next, and makes the report
-child       the process in which kernels are called
+checking    what users call: it decides what is asked next, and makes the report; the process that calls the kernel
 probes      the calls, one for each kind of rows
 rows        K and V of these kinds
 answers     what a call answered, and float64 attention

@@ -1,23 +1,34 @@
-"""check_attention: which awkward rows a kernel reads right, and the report."""
+"""check_attention: which awkward rows a kernel reads right, the report, and the process that calls the kernel."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import secrets
+import signal
+import subprocess
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 import torch
 
+from ..driver.driver import open_driver
 from ..errors import ArgumentError, DtypeError
 from .answers import TOLERANCES, Answer, Case, Verdict
-from .child import CHECKING, Child
-from .probes import PROBES, Request
+from .probes import PROBES, Caller, Request
 from .rows import SLACK, SPREAD
-from .targets import name_of
+from .targets import load, name_of
 
+START = "import sys; fd, *sys.path = [*sys.argv[1:], '']; from vmmkv.testing.checking import serve; serve(int(fd))"
+CHECKING = "VMMKV_CHECKING"
+"""A variable that children have: a script must not start a check again when one of them imports it."""
+DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of `prctl`."""
 BAD = Verdict.WRONG, Verdict.FAULTS, Verdict.HANGS
 NEAR = 30
 """The power of two of the nearest of far apart rows: their offsets, in bytes, are below 2**31."""
@@ -220,3 +231,107 @@ def find_wrap(child: Child, request: Request, finding: str) -> tuple[Answer, str
     if power == NEAR:
         finding = "fails where gaps are large, below 2^31 bytes"
     return answer, finding
+
+
+class Child:
+    """The process in which kernels are called, so that a fault is a finding and not the end. It starts with the first
+    request, and ends when its parent does.
+
+    On host memory it forks for each call: it has imported torch and the kernel once, and a call that dies costs only
+    its own process. A process that has used a GPU cannot be forked: there it makes the calls itself, and after a fault
+    the next call starts another.
+
+    Args:
+        time_limit: seconds that a call may take, with the start of the process and the import of the kernel.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self.time_limit = time_limit
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: Request) -> Answer:
+        """Makes a call. Raises what has kept the child from making it: the kernel cannot be loaded, memory is short."""
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send(request)
+            if not self._connection.poll(self.time_limit):
+                self.close()
+                return Answer(Verdict.HANGS, note=f"more than {self.time_limit:g} s")
+            answer = self._connection.recv()
+        except (EOFError, ConnectionError):
+            return Answer(Verdict.FAULTS, note=describe(self.close()))
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, Answer)
+        if answer.verdict == Verdict.FAULTS and request.case.device != "cpu":
+            self.close()
+        return answer
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-c", START, str(theirs.fileno()), *sys.path]
+            # What a kernel prints must not be taken for what the parent prints.
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdout=2, start_new_session=True, env=os.environ | {CHECKING: "1"}
+            )
+
+    def close(self) -> int:
+        """Ends the child and what it has started, and returns its exit status, negative for a signal."""
+        if self._process is None:
+            return 0
+        self._connection.close()
+        status = self._process.poll()
+        if status is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait() if status is None else status
+        self._process = None
+        return status
+
+
+def describe(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"the process exits with {status}"
+
+
+def serve(fd: int) -> None:
+    """What the child does: answers requests until the parent closes the connection."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)  # a process with threads of OpenMP cannot be forked
+    with Connection(fd) as connection:
+        while True:
+            try:
+                request = connection.recv()
+            except EOFError:
+                return
+            if request.case.device == "cpu":
+                serve_forked(connection, request)
+            else:
+                connection.send(answer(request))
+
+
+def serve_forked(connection: Connection, request: Request) -> None:
+    """Answers a request in a process of its own, and says how that has died, if it has."""
+    try:
+        open_driver("cpu"), load(request.target)  # here, so that all is imported, and linked, once
+    except Exception as error:
+        connection.send(error)
+        return
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        connection.send(answer(request))
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        connection.send(Answer(Verdict.FAULTS, note=describe(status)))
+
+
+def answer(request: Request) -> Answer | Exception:
+    """Makes a call; what has kept it from being made is returned as well."""
+    try:
+        call: Callable[[Request], Answer] = getattr(Caller(load(request.target), request.case), request.name)
+        return call(request)
+    except Exception as error:
+        return error

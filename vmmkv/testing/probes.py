@@ -1,4 +1,4 @@
-"""The calls of a check: each gives the kernel rows of one awkward kind. They run in a child process (see `child`)."""
+"""The calls of a check: each gives the kernel rows of one awkward kind. They run in a child process."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from ..core.addresses import check_address_space
 from ..core.cache import Cache
 from ..core.pool import busy
 from ..driver.driver import fork_error
-from ..errors import DeviceError, DtypeError, LayoutError, ShapeError, UseAfterFreeError
+from ..errors import DtypeError, LayoutError, ShapeError, UseAfterFreeError
 from ..layout import shown, whole_number
 from ..pool import FramePool, check_pool_alone
-from ..tensors import check_dense, export_range
+from ..tensors import check_source, export_range
 
 
 @dataclass(frozen=True)
@@ -145,14 +145,10 @@ class GrowableTensor:
     def append(self, rows: torch.Tensor) -> None:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them. Raises `ArgumentError`, `ShapeError`, `DtypeError`
         or `DeviceError` where they do not fit, and what `resize` raises."""
-        check_dense(rows, "rows")
+        check_source(rows, "rows", self.dtype, self.device)
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
             needed = ", ".join(map(str, ("n", *self.shape_max[1:])))
             raise ShapeError(f"got rows of shape {list(rows.shape)}; it must be [{needed}], for any number n of rows")
-        if rows.dtype != self.dtype:
-            raise DtypeError(f"got {rows.dtype}; this tensor holds {self.dtype}. Convert with .to()")
-        if rows.device != self.device:
-            raise DeviceError(f"got rows on {rows.device}; this tensor is on {self.device}")
         with self._alone():
             start, end = len(self), len(self) + len(rows)
             self._resize(end)
