@@ -11,13 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .core.sequence import Sequence, too_long
-from .errors import (
-    ArgumentError,
-    DtypeError,
-    LayoutError,
-    OutOfRangeError,
-    ShapeError,
-)
+from .errors import ArgumentError, DtypeError, LayoutError, OutOfRangeError, ShapeError
 from .layout import KVLayout, as_index, shown, whole_number
 
 

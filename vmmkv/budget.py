@@ -66,25 +66,23 @@ def budget_pages(
             max_tokens = whole_number("max_tokens", max_tokens)
         except LayoutError as error:
             raise BudgetError(str(error)) from None
-        begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
+        begun = max(min(max_sequences, max_tokens) - 1, 0) * least
         tokens = max_tokens + overread * min(max_sequences, max_tokens)
         pages = layout.pages(tokens, memory.page_size) + begun
-        return _check_pages(memory, memory.memory_info(), pages, f"max_tokens={max_tokens}", least)
+        return _check_pages(memory, pages, f"max_tokens={max_tokens}", least)
     return pages_within(memory, "80%" if max_bytes is None else max_bytes, least)
 
 
 def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes", held: int = 0) -> int:
     """The largest number of pages within `max_bytes` (see `parse_bytes`), which users call `name`; shares are of what
     is free and of `held` bytes."""
+    pages = parse_bytes(max_bytes, memory.memory_info()[0] + held) // memory.page_size
+    return _check_pages(memory, pages, f"{name}={max_bytes!r}", least)
+
+
+def _check_pages(memory: Memory, pages: int, asked: str, least: int) -> int:
+    """`pages`, where they are enough to begin with and no more than there are."""
     free, total = memory.memory_info()
-    free += held
-    pages = parse_bytes(max_bytes, free) // memory.page_size
-    return _check_pages(memory, (free, total), pages, f"{name}={max_bytes!r}", least)
-
-
-def _check_pages(memory: Memory, sizes: tuple[int, int], pages: int, asked: str, least: int) -> int:
-    """`pages`, where they are enough to begin with and no more than there are; `sizes` are free and total bytes."""
-    free, total = sizes
     if pages < least:
         raise BudgetError(
             f"asked for {asked}, which is {pages} pages of {memory.page_size} bytes; it takes at least {least} to "

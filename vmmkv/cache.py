@@ -39,13 +39,7 @@ from .core.reordering import reorder
 from .core.tables import ROW_BITS, ROW_MASK
 from .driver.driver import open_driver
 from .driver.fence import Fence
-from .errors import (
-    ArgumentError,
-    BusyError,
-    LeakWarning,
-    OutOfRowsError,
-    VmmkvError,
-)
+from .errors import ArgumentError, BusyError, LeakWarning, OutOfRowsError, VmmkvError
 from .events import Event, EventLog
 from .events.log import check_ids
 from .events.naming import Name, name_of, told_names

@@ -28,14 +28,7 @@ ALIGNMENT = 16
 MAX_LAYERS = 1 << 20
 """Far more than any model has: each takes a few objects."""
 
-DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 SCALES = "token_head", "sequence_head"
 """What there is a scale of: a head of a token, or of a whole sequence."""

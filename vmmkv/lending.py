@@ -31,7 +31,8 @@ STEP = 0.0005
 PATIENCE = 5.0
 """The most seconds that a growth waits for processes that are about to give memory back."""
 EXTRA = 64
-"""A process takes a part of the limit more than it lacks, so that it asks less often: one divided by this."""
+"""A process takes a part of the limit more than it lacks, so that it asks less often: one divided by this. It takes no
+more where another process lacks some."""
 
 
 class Lender:
@@ -104,7 +105,8 @@ class Lender:
 
         def take(book: Book) -> int | None:
             nonlocal request
-            wanted = nbytes + self._extra(book, nbytes)
+            extra = 0 if book.lines["wanted"].any() else min(book.open - nbytes, book.limit // EXTRA)
+            wanted = nbytes + max(extra, 0) // self._page_size * self._page_size
             if book.take(wanted):
                 return wanted
             is_over = bool(request) and (book.is_hopeless(request) or time.monotonic() > end)
@@ -128,12 +130,6 @@ class Lender:
         finally:
             if request:
                 self.ledger.change(stop)
-
-    def _extra(self, book: Book, nbytes: int) -> int:
-        """Bytes to take beyond what is lacking: none where they are scarce."""
-        if book.lines["wanted"].any():
-            return 0
-        return max(min(book.open - nbytes, book.limit // EXTRA), 0) // self._page_size * self._page_size
 
     # ------------------------------------------------------------------ giving
 

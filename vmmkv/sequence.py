@@ -14,13 +14,7 @@ import torch.distributed as dist
 from .arguments import check_tokens, ids_of
 from .core import sequence as core
 from .core.tables import ROW_BITS, ROW_MASK
-from .errors import (
-    ArgumentError,
-    ShapeError,
-    StrideLimitWarning,
-    UnsupportedError,
-    VmmkvError,
-)
+from .errors import ArgumentError, ShapeError, StrideLimitWarning, UnsupportedError, VmmkvError
 from .events.log import check_ids
 from .layout import KVLayout, as_index, shown
 from .picture import draw_sequence

@@ -13,16 +13,7 @@ from .core.cache import Cache
 from .core.codes import NEEDS
 from .core.pool import LARGE
 from .core.tables import COUNTS
-from .stats import (
-    FREE_PAGE,
-    KEPT_PAGE,
-    LOOKAHEAD_PAGE,
-    OTHERS_PAGE,
-    SHARED_PAGE,
-    SURPLUS_PAGE,
-    VACANT_PAGE,
-    CacheStats,
-)
+from .stats import FREE_PAGE, KEPT_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, CacheStats
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -42,20 +33,11 @@ def frames_on(cache: Cache, row: int, part: int, first: int, end: int) -> Ints:
     return cache.tables[part][row, first:end].astype(np.int64) - 1
 
 
-def frames_in(cache: Cache, row: int, part: int, bounds: str = "mapped") -> tuple[int, Ints]:
-    """The first page of a row, and the frames from there on, one for each page. `bounds` is `mapped` for all mapped
-    pages, or `use` for those that the sequence uses."""
+def frames_in(cache: Cache, row: int, part: int) -> tuple[int, Ints]:
+    """The first mapped page of a row, and the frames from there on, one for each page."""
     extent = cache.extents[row * len(cache.ranges) + part]
-    first, end = int(extent["first"]), int(extent["mapped"])
-    if bounds == "use":
-        first, end = max(first, int(extent["use_first"])), min(end, int(extent["use_end"]))
-    return first, frames_on(cache, row, part, first, end)
-
-
-def frames_of(cache: Cache) -> Ints:
-    """All mapped frames, each once for each page."""
-    found = [frames_in(cache, row, part)[1] for row, part in mapped_rows(cache)]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+    first = int(extent["first"])
+    return first, frames_on(cache, row, part, first, int(extent["mapped"]))
 
 
 def pages_in(cache: Cache, row: int, part: int) -> tuple[int, Ints]:
@@ -81,20 +63,20 @@ def page_map(cache: KVCache) -> Ints:
     owners = np.full(len(frames), OTHERS_PAGE, np.int64)
     owners[(frames["refs"] == 0) & (frames["held"] == 0)] = FREE_PAGE
     owners[frames["handle"] == -1] = VACANT_PAGE
-    live = cache.owners[: cache.max_sequences] > 0
     if cache.prefixes:
         owners[cache.prefixes.frames()] = KEPT_PAGE
-    owners[frames_of(cache)] = SURPLUS_PAGE
+    for row, part in mapped_rows(cache):
+        owners[frames_in(cache, row, part)[1]] = SURPLUS_PAGE
     owners[(owners == SURPLUS_PAGE) & (frames["held"] > 0)] = KEPT_PAGE
     for row, part in mapped_rows(cache):
-        if live[row]:
+        if cache.owners[row]:
             extent = cache.extents[row * len(cache.ranges) + part]
             record, size = int(cache.ranges[part]["record"]), pool.page_size
-            use_end, mapped = int(extent["use_end"]), int(extent["mapped"])
+            first, use_end, mapped = max(extent["first"], extent["use_first"]), extent["use_end"], extent["mapped"]
             wanted = max(int(cache.lengths[row]) + cache.lookahead, int(cache.rows["expected"][row]))
             ahead = frames_on(cache, row, part, use_end, min(mapped, -(-wanted * record // size)))
             owners[ahead[owners[ahead] < 0]] = LOOKAHEAD_PAGE  # another row may use one
-            owners[frames_in(cache, row, part, "use")[1]] = cache.owners[row]
+            owners[frames_on(cache, row, part, first, min(mapped, use_end))] = cache.owners[row]
     owners[frames["users"] > 1] = SHARED_PAGE
     return np.repeat(owners, frames["pages"])
 

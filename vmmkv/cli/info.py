@@ -20,7 +20,7 @@ def info(device: Device = None, json_output: JsonOutput = False) -> None:
         "device": str(driver.device),
         "cuda_device_seen": torch.cuda.is_available(),
         "torch": torch.__version__,
-        **(_cuda_facts(driver) if driver.device.type == "cuda" else _host_facts()),
+        **_facts(driver),
         "granularity_size": driver.granularity,
         "page_size": driver.page_size,
         "free_bytes": free,
@@ -36,20 +36,16 @@ def info(device: Device = None, json_output: JsonOutput = False) -> None:
         console.print("No CUDA device was seen: this is the host driver, the same behaviour on ordinary memory.")
 
 
-def _cuda_facts(driver: Driver) -> dict[str, Any]:
+def _facts(driver: Driver) -> dict[str, Any]:
+    """What only one kind of memory systems has."""
+    if driver.device.type == "cpu":
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return {"kind": "host", "name": platform.processor() or platform.machine(), "max_map_count": limit}
     from ..driver.cuda import CudaDriver, cuda_version
 
     assert isinstance(driver, CudaDriver)
     name = torch.cuda.get_device_name(driver.device)
     return {"kind": "cuda", "name": name, "cuda_driver": cuda_version(), **driver.features}
-
-
-def _host_facts() -> dict[str, Any]:
-    return {
-        "kind": "host",
-        "name": platform.processor() or platform.machine(),
-        "max_map_count": int(Path("/proc/sys/vm/max_map_count").read_text()),
-    }
 
 
 def _format(name: str, value: Any) -> str:

@@ -123,21 +123,16 @@ def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLa
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise typer.BadParameter(f"--model {path}: there is no config.json in this folder")
-    config = _read_config(file)
+    try:
+        config = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise LayoutError(f"{file} holds a JSON {type(config).__name__}; a config.json holds an object")
     text = text_config(config)
     key = next((key for key in MAX_SEQ_LEN if text.get(key)), None)
     longest = check_size(key, text[key]) if key else None
     return layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales), longest
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise LayoutError(f"{path} holds a JSON {type(config).__name__}; a config.json holds an object")
-    return config
 
 
 def _plan_pool(

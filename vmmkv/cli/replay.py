@@ -67,39 +67,31 @@ class Replay:
         while self.batching.waiting or self.batching.running:
             self.batching.admit()
             self.batching.decode()
-            self._write_tokens()
-            self._observe()
+            sequences = [running.sequence for running in self.batching.running]
+            last = [(each.number, each.row, each.length - 1) for each in sequences]
+            self._write(*torch.tensor(last, device=self.cache.device).unbind(1))
+            self._observe(sequences)
             advance(len(self.batching.running))
             self.batching.retire()
         self.cache.check()
 
     def _start(self, request: Request, generated: int) -> Sequence:
+        """Starts a sequence and writes its prompt."""
         sequence = self.cache.sequence(request.prompt + generated)
-        self._write_prompt(sequence)
+        for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
+            self._write(sequence.number, sequence.row, positions)
         self._advance(sequence.length)
         return sequence
 
-    def _write_prompt(self, sequence: Sequence) -> None:
-        for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
-            records = self._table[self._indices(sequence.number, positions)]
-            for layer in range(self.cache.layout.num_layers):
-                for which, cache in enumerate(self.cache.kv(layer)):
-                    cache[sequence.row, positions] = records[:, layer, which]
-
-    def _write_tokens(self) -> None:
-        """Writes the last token of every running sequence."""
-        device = self.cache.device
-        sequences = [running.sequence for running in self.batching.running]
-        last = [(each.number, each.row, each.length - 1) for each in sequences]
-        numbers, rows, positions = (torch.tensor(values, device=device) for values in zip(*last))
+    def _write(self, numbers: torch.Tensor | int, rows: torch.Tensor | int, positions: torch.Tensor) -> None:
+        """Writes K and V of tokens, by the numbers and rows of their sequences."""
         records = self._table[self._indices(numbers, positions)]
         for layer in range(self.cache.layout.num_layers):
             for which, cache in enumerate(self.cache.kv(layer)):
                 cache[rows, positions] = records[:, layer, which]
 
-    def _observe(self) -> None:
+    def _observe(self, sequences: list[Sequence]) -> None:
         """Records the live lengths; at regular steps checks pages and attention."""
-        sequences = [running.sequence for running in self.batching.running]
         lengths = np.array([sequence.length for sequence in sequences])
         self.lengths.append(lengths)
         steps = self.batching.steps
@@ -108,11 +100,9 @@ class Replay:
         stats = self.cache.stats()
         self.waste.append(stats.waste)
         self.page_maps.append((steps, self.cache.page_map()))
-        expected = allocated_bytes(
-            "vmmkv", self.cache.layout, lengths, self.cache.max_seq_len, self.cache.page_size
-        ).sum()
-        used = stats.pages["used"] * self.cache.page_size
-        if used != expected:
+        size = self.cache.page_size
+        expected = allocated_bytes("vmmkv", self.cache.layout, lengths, self.cache.max_seq_len, size).sum()
+        if stats.pages["used"] * size != expected:
             raise InvariantError(
                 f"step {steps}: {stats.pages['used']} pages are used; the tokens need {expected} bytes"
             )

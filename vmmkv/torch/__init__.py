@@ -6,11 +6,4 @@ Nothing here is a compiled extension, and Numba is imported only when a memory p
 from .growable_tensor import GrowableTensor, GrowableTensorStats
 from .pool import MemoryPool, MemoryPoolStats, memory_allocated, memory_pool
 
-__all__ = [
-    "GrowableTensor",
-    "GrowableTensorStats",
-    "MemoryPool",
-    "MemoryPoolStats",
-    "memory_allocated",
-    "memory_pool",
-]
+__all__ = ["GrowableTensor", "GrowableTensorStats", "MemoryPool", "MemoryPoolStats", "memory_allocated", "memory_pool"]
