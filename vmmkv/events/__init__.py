@@ -4,8 +4,7 @@
 `vmmkv[events]`.
 """
 
-from .kinds import Blocks, Cleared, Created, Dropped, Event, Removed, Stored
-from .log import EventLog
+from .log import Blocks, Cleared, Created, Dropped, Event, EventLog, Removed, Stored
 from .naming import salt_of
 
 __all__ = ["Blocks", "Cleared", "Created", "Dropped", "Event", "EventLog", "Removed", "Stored", "salt_of"]

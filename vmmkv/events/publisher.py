@@ -24,8 +24,7 @@ import zmq
 
 from ..errors import ArgumentError, BudgetError
 from . import vllm
-from .kinds import Event
-from .log import EventLog
+from .log import Event, EventLog
 
 INTERVAL = 0.1
 """Seconds after which the threads look whether they are to end, if there are no events or requests."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .kinds import Event, Removed, Stored
+from .log import Event, Removed, Stored
 from .naming import salt_of
 
 MEDIUM = "GPU"
