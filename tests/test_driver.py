@@ -19,6 +19,7 @@ from faulty import FaultyDriver
 
 from vmmkv.driver.driver import Driver, open_driver
 from vmmkv.driver.fence import Fence
+from vmmkv.driver.table import FILL
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError
 from vmmkv.tensors import export_range
 
@@ -91,7 +92,7 @@ def test_each_address_shows_the_bytes_of_its_page(driver: Driver, address: int) 
             view(driver, at(place)).copy_(held[mapped[place]])
         elif what == "fill" and place in mapped:
             value = random.randrange(256)
-            driver.fill(at(place), size, value, driver.current_stream())
+            driver.make_step(FILL, at(place), size, value, streams=[driver.current_stream()] * 2)
             held[mapped[place]].fill_(value)
         elif what == "copy" and place in mapped:
             source = random.choice([*mapped])

@@ -19,7 +19,7 @@ from . import entries
 from .fencing import EVENTS, SLOTS, STREAM
 from .running import CAPTURED
 from .table import (
-    COPY, CREATE, DRIVER, FILL, FORKED, FREE, MAP, RELEASE, RESERVE, SCRATCH, SET_ACCESS, SET_READ_ACCESS, SYNCHRONIZE,
+    COPY, CREATE, DRIVER, FORKED, FREE, MAP, RELEASE, RESERVE, SCRATCH, SET_ACCESS, SET_READ_ACCESS, SYNCHRONIZE,
     UNMAP,
 )  # fmt: skip
 
@@ -151,18 +151,11 @@ class Driver:
         """A stream that waits for no other; None where work is never asynchronous."""
         return None
 
-    def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
-        """Sets bytes, in the order of a stream."""
-        self._queue(FILL, address, nbytes, value, stream)
-
     def copy(self, destination: int, source: int, nbytes: int, stream: Any = None) -> None:
         """Copies bytes between ranges that do not overlap, of which one may be pinned host memory, in the order of a
-        stream, or of the current one. Raises what `fill` does."""
-        self._queue(COPY, destination, nbytes, source, stream)
-
-    def _queue(self, kind: int, address: int, nbytes: int, other: int, stream: Any) -> None:
+        stream, or of the current one. Raises `DriverError` or `StreamCaptureError`."""
         current = self.current_stream()
-        self.make_step(kind, address, nbytes, other, "", (current, current if stream is None else stream))
+        self.make_step(COPY, destination, nbytes, source, streams=(current, current if stream is None else stream))
 
     def synchronize(self) -> None:
         """Waits for all work on the device. Captures of other threads go on undisturbed."""
