@@ -116,7 +116,7 @@ def simulate(model: str, scheme: str, requests: list[Request], max_seq_len: int)
     layout = MODELS[model]
     max_sequences = min(len(requests), ADDRESS_LIMIT // (max_seq_len * layout.token_bytes))
     allocator = make_allocator(scheme, layout, GIB << 30, max_seq_len, max_sequences)
-    batching: Batching[Any] = Batching(allocator, requests, max_sequences)
+    batching = Batching(allocator, requests, max_sequences)
     row: Row = {"model": model, "budget_gib": GIB, "scheme": scheme, "max_seq_len": max_seq_len}
     row["requests"] = len(requests)
     crowded: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for

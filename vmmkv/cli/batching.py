@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from ..errors import OutOfPagesError
 from ..workload import Request
 
-SequenceT = TypeVar("SequenceT")
-
-
-class Allocator(Protocol[SequenceT]):
-    """What a batch needs of a cache. `sequence` and `extend` raise `OutOfPagesError` and change nothing then."""
-
-    def sequence(self, tokens: int) -> SequenceT: ...
-    def extend(self, sequences: list[SequenceT], tokens: int) -> None: ...
-    def free(self, sequences: list[SequenceT]) -> None: ...
-
 
 @dataclass(slots=True)
-class Running(Generic[SequenceT]):
+class Running:
     """A request that has a sequence."""
 
     request: Request
-    sequence: SequenceT
+    sequence: Any
     generated: int
 
     @property
@@ -38,12 +28,14 @@ class Running(Generic[SequenceT]):
         return self.request.output - self.generated
 
 
-class Batching(Generic[SequenceT]):
+class Batching:
     """Replays `requests` on a cache, as many at a time as it has memory for, and at most `max_running`.
 
     A step is `admit`, `decode`, `retire`.
 
     Args:
+        allocator: what has `sequence`, `extend` and `free` as a cache has them. The first two raise `OutOfPagesError`
+            and change nothing where there is no memory.
         start: starts a sequence with a request's prompt and so many generated tokens; without it that is
             `allocator.sequence`.
 
@@ -56,20 +48,20 @@ class Batching(Generic[SequenceT]):
 
     def __init__(
         self,
-        allocator: Allocator[SequenceT],
+        allocator: Any,
         requests: Iterable[Request],
         max_running: int,
-        start: Callable[[Request, int], SequenceT] | None = None,
+        start: Callable[[Request, int], Any] | None = None,
     ) -> None:
         self.allocator = allocator
         self._start = start or (lambda request, generated: allocator.sequence(request.prompt + generated))
         self.max_running = max_running
         self.waiting = deque((request, 0) for request in requests)
-        self.running: list[Running[SequenceT]] = []
+        self.running: list[Running] = []
         self.steps = 0
         self.preemptions = 0
 
-    def admit(self) -> list[Running[SequenceT]]:
+    def admit(self) -> list[Running]:
         """Starts waiting requests, in order, while there is memory; returns those that it started."""
         running = len(self.running)
         while self.waiting and len(self.running) < self.max_running:
