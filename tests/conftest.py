@@ -16,7 +16,9 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -30,7 +32,10 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 import vmmkv
+from vmmkv.compiled.code import digest, make
+from vmmkv.compiled.make import LIBRARIES
 from vmmkv.driver.driver import Driver, open_driver
+from vmmkv.kernels.folders import cache_folder
 
 ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
 """How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""
@@ -80,6 +85,17 @@ def each_with_few(number: int, each: Iterable[Any], others: Iterable[Any]) -> li
     """The same for two parameters: each comes with so many of the others."""
     pairs = itertools.product(each, others)
     return [pytest.param(*pair, marks=pytest.mark.few(number, pair[0])) for pair in pairs]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a fresh clone compiles all machine code at once, on all cores: the processes of a run would wait for one."""
+    if not hasattr(session.config, "workerinput"):
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = {name: f"{name}-{digest(import_module(name).SOURCES)}-*.bc" for name in LIBRARIES}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda name: make(name, folder), [name for name in names if not [*folder.glob(names[name])]]))
 
 
 @pytest.hookimpl(wrapper=True)
