@@ -251,6 +251,27 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
     return make
 
 
+def randoms(number: int) -> Iterator[Random]:
+    """What chooses in so many runs. The output of a test that fails ends with that of the run that has failed."""
+    for _ in range(number * ROUNDS):
+        seed = Random().randrange(1 << 32)
+        print(f"Random({seed})")
+        yield Random(seed)
+
+
+@pytest.fixture
+def seed() -> int:
+    """A number to begin with, which the output of a test that fails names."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    return seed
+
+
+@pytest.fixture
+def random(seed: int) -> Random:
+    return Random(seed)
+
+
 PATIENCE = 300.0
 """Seconds after which a test gives up waiting: a last resort, far beyond what a busy machine needs."""
 

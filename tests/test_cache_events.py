@@ -81,10 +81,9 @@ class Heard(Machine):
 
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
-def test_a_listener_that_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, pages: int) -> None:
-    seed, block_size = Random().randrange(1 << 32), Random().choice([1, 3, 4, 8, 16])
-    print(f"{block_size=}, {seed=}")
-    heard = Heard(Random(seed), pages, layout, event_log=EventLog(block_size), large_frames=False)
+def test_a_listener_that_hears_all_knows_what_is_found(random: Random, layout: vmmkv.KVLayout, pages: int) -> None:
+    log = EventLog(random.choice([1, 3, 4, 8, 16]))
+    heard = Heard(random, pages, layout, event_log=log, large_frames=False)
     heard.listener = listener = Listener(heard)
     for _ in range(80):
         heard.step()
@@ -148,10 +147,8 @@ def test_what_there_are_no_words_for_is_refused() -> None:
     World(event_log=log)  # which was not spent
 
 
-def test_threads_tell_in_order() -> None:
+def test_threads_tell_in_order(seed: int) -> None:
     """Several compute and evict, one listens: it never hears of what continues nothing, and knows all in the end."""
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
     world = World(60, event_log=EventLog(8), large_frames=False)
     listener = Listener(world)
     errors: list[BaseException] = []

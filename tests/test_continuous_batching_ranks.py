@@ -225,8 +225,6 @@ def serve(rank: int, seed: int) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def test_two_processes_do_what_one_does() -> None:
+def test_two_processes_do_what_one_does(seed: int) -> None:
     """One after the other: most of the time would go to importing transformers."""
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
     together(serve, seed)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
-from conftest import ROUNDS
+from conftest import randoms
 from core_machine import Machine
 
 
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
-    for _ in range(30 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            Machine(Random(seed), faults=faults).run(100)
-        except BaseException as error:
-            error.add_note(f"Machine(Random({seed}), faults={faults}).run(100)")
-            raise
+    for random in randoms(30):
+        Machine(random, faults=faults).run(100)

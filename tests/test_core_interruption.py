@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from conftest import ROUNDS
+from conftest import ROUNDS, randoms
 from core_rows import Row, check_all, given_up, new_cache, new_pool
 from interruption import interrupted_after
 
@@ -175,16 +175,12 @@ def stop(pool: Pool) -> None:
 @pytest.mark.parametrize("lookahead", [0, 12], ids=["without a mapper", "with a mapper"])
 def test_interruptions_at_any_moment(lookahead: int) -> None:
     interrupted: Counter[str] = Counter()
-    for _ in range(5 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        world = World(Random(seed), lookahead)
+    for random in randoms(5):
+        world = World(random, lookahead)
         try:
             for _ in range(OPERATIONS // 5):
                 world.step()
             world.check()
-        except BaseException as error:
-            error.add_note(f"World(Random({seed}), {lookahead})")
-            raise
         finally:
             stop(world.pool)
         world.end()

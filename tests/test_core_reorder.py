@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS
+from conftest import ROUNDS, randoms
 from core_machine import Machine, Model
 from simulated_device import SimulatedDevice
 
@@ -75,21 +74,15 @@ class ReorderingMachine(Machine):
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_reorderings_among_any_operations(faults: bool) -> None:
     done = 0
-    for _ in range(25 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            (machine := ReorderingMachine(Random(seed), faults=faults)).run(80)
-            done += machine.done["do_reorder"] + machine.done["do_reorder_again"]
-        except BaseException as error:
-            error.add_note(f"ReorderingMachine(Random({seed}), faults={faults}).run(80)")
-            raise
+    for random in randoms(25):
+        (machine := ReorderingMachine(random, faults=faults)).run(80)
+        done += machine.done["do_reorder"] + machine.done["do_reorder_again"]
     assert done > 40 * ROUNDS
 
 
 def test_any_moves_are_put_in_order() -> None:
     """Each move finds what its source held before all of them, with one place to keep a row aside."""
-    for _ in range(200 * ROUNDS):
-        random = Random()
+    for random in randoms(200):
         rows = random.sample(range(100), random.randint(1, 12))
         moves = {row: source for row in rows if row != (source := random.choice(rows))}
         if random.random() < 0.5:

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import on_driver, small_driver
+from conftest import on_driver, randoms, small_driver
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice, Stream
 
@@ -447,10 +447,8 @@ class Model:
 
 @pytest.mark.parametrize("streams", [2, 5, SLOTS + 20])
 def test_fences_wait_for_all_work_that_they_stand_for(streams: int) -> None:
-    for _ in range(6 + 100 // streams):
-        seed = Random().randrange(1 << 32)
-        print(f"seed {seed}")
-        Model(Random(seed), streams).run(250)
+    for random in randoms(6 + 100 // streams):
+        Model(random, streams).run(250)
 
 
 def test_fences_of_different_drivers_are_not_merged() -> None:

@@ -17,7 +17,7 @@ from random import Random
 import pytest
 import torch
 from c_driver import CDriver, Functions
-from conftest import ROUNDS, on_driver, run_python, small_driver
+from conftest import on_driver, randoms, run_python, small_driver
 from faulty import FaultyDriver, has_memory
 from interruption import interrupted
 from test_torch import filled, mapped
@@ -371,16 +371,11 @@ class Machine:
 @pytest.mark.parametrize("faults", [False, True])
 def test_any_use_of_a_pool_with_a_lease(faults: bool) -> None:
     done: Counter[str] = Counter()
-    for _ in range(12 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        machine = Machine(Random(seed), faults)
-        try:
-            for _ in range(40):
-                machine.step()
-            machine.end()
-        except BaseException as error:
-            error.add_note(f"Machine(Random({seed}), {faults})")
-            raise
+    for random in randoms(12):
+        machine = Machine(random, faults)
+        for _ in range(40):
+            machine.step()
+        machine.end()
         done += machine.done
     assert len(done) == 12, done
 

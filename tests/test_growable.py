@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver
+from conftest import on_driver, randoms, small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import SimulatedDevice
@@ -106,16 +106,11 @@ class Grown:
 
 @DEVICES
 def test_a_growable_tensor_is_a_tensor(device: str) -> None:
-    for _ in range(40 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            each = Grown(Random(seed), device)
-            for _ in range(25):
-                each.step()
-            each.end()
-        except BaseException as error:
-            error.add_note(f"Grown(Random({seed}), {device!r})")
-            raise
+    for random in randoms(40):
+        each = Grown(random, device)
+        for _ in range(25):
+            each.step()
+        each.end()
 
 
 @DEVICES

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver
+from conftest import ROUNDS, on_driver, randoms, small_driver
 from core_rows import Row, token_at
 from faulty import FaultyDriver
 from host_machine import HostMachine, host_memory  # noqa: F401
@@ -39,23 +39,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def random() -> Random:
-    seed = Random().randrange(1 << 32)
-    print(f"Random({seed})")
-    return Random(seed)
-
-
 @pytest.mark.usefixtures("host_memory")
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
-    for _ in range(8 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            HostMachine(Random(seed), faults=faults).run(120)
-        except BaseException as error:
-            error.add_note(f"HostMachine(Random({seed}), faults={faults}).run(120)")
-            raise
+    for random in randoms(8):
+        HostMachine(random, faults=faults).run(120)
 
 
 # ---------------------------------------------------------------------- prefixes

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver
+from conftest import ROUNDS, randoms, small_driver
 from core_rows import Row
 from faulty import FaultyDriver
 from prefix_machine import Ids, PrefixMachine, Tables, View, common
@@ -28,20 +28,8 @@ LAYOUT = KVLayout(2, 1, 64, torch.float32)
 
 @pytest.mark.parametrize("faults", [False, True], ids=["without faults", "with faults"])
 def test_any_operations_in_any_order(faults: bool) -> None:
-    for _ in range(25 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            PrefixMachine(Random(seed), faults=faults).run(120)
-        except BaseException as error:
-            error.add_note(f"PrefixMachine(Random({seed}), faults={faults}).run(120)")
-            raise
-
-
-@pytest.fixture
-def random() -> Random:
-    seed = Random().randrange(1 << 32)
-    print(f"Random({seed})")
-    return Random(seed)
+    for random in randoms(25):
+        PrefixMachine(random, faults=faults).run(120)
 
 
 def new(pages: int = 400, rows: int = 8, tokens: int = 200, layout: KVLayout = LAYOUT, **options: object) -> Prefixes:

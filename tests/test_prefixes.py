@@ -241,10 +241,10 @@ class Machine(World):
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}, {"overread": 5}], ids=str)
 @pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
-def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, Any], pages: int) -> None:
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
-    machine = Machine(Random(seed), pages, layout, host_bytes="1MiB", **options)
+def test_any_operations_in_any_order(
+    random: Random, layout: vmmkv.KVLayout, options: dict[str, Any], pages: int
+) -> None:
+    machine = Machine(random, pages, layout, host_bytes="1MiB", **options)
     for _ in range(60):
         machine.step()
     if pages == 60 and layout is LAYOUT:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, on_driver, small_driver
+from conftest import ROUNDS, on_driver, randoms, small_driver
 from faulty import FaultyDriver
 from loopback import looped
 from simulated_device import SimulatedDevice
@@ -78,13 +78,8 @@ def test_they_are_one_for_each_row_and_head(device: str) -> None:
 @pytest.mark.parametrize("per_range", [None, 1])
 def test_they_go_where_their_tokens_go(device: str, per_range: int | None) -> None:
     """Into forks, other orders, the host and back, another cache; and no new sequence has any of another."""
-    for _ in range(3 * ROUNDS):
-        seed = Random().randrange(1 << 32)
-        try:
-            go_anywhere(make(device, layers_per_range=per_range, host_bytes="64MiB"), Random(seed))
-        except BaseException as error:
-            error.add_note(f"Random({seed})")
-            raise
+    for random in randoms(3):
+        go_anywhere(make(device, layers_per_range=per_range, host_bytes="64MiB"), random)
 
 
 def go_anywhere(cache: vmmkv.KVCache, random: Random) -> None:

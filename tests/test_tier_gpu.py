@@ -70,9 +70,7 @@ def new_row(tensors: Tensors, tokens: int) -> Row:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_suspended_sequences_come_back_as_they_were(large: bool) -> None:
-    seed = Random().randrange(1 << 32)
-    random = Random(seed)
+def test_suspended_sequences_come_back_as_they_were(seed: int, random: Random, large: bool) -> None:
     torch.cuda.manual_seed(seed)
     pool = Pool(open_driver("cuda"), 120)
     tensors = Tensors(pool, 24, large=large)
@@ -129,7 +127,7 @@ def test_suspended_sequences_come_back_as_they_were(large: bool) -> None:
     torch.cuda.synchronize()
     for row, _ in live:
         wrong += row.wrong()
-    assert int(wrong) == 0, f"seed {seed}"
+    assert int(wrong) == 0
     check(pool, [tensors.cache])
     for row, _ in live + away:
         row.sequence.free()

@@ -113,9 +113,7 @@ def exchange(rank: int, seed: int) -> None:
         check(beside, number + 1000)
 
 
-def test_what_is_sent_arrives() -> None:
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
+def test_what_is_sent_arrives(seed: int) -> None:
     together(exchange, seed)
 
 
@@ -244,21 +242,16 @@ def known_with(rank: int, random: Random, which: int) -> None:
         assert beginning.cached_tokens >= 48
 
 
-def test_what_is_known_there_is_not_sent_again() -> None:
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
+def test_what_is_known_there_is_not_sent_again(seed: int) -> None:
     together(known, seed)
 
 
 # ------------------------------------------------------------------ when it is read
 
 
-def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_is_read_before_others_have_its_pages(random: Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """On streams that run late, whichever stream it is sent, freed and followed on, and whichever call fails. A byte
     tells whose a token is."""
-    seed = Random().randrange(1 << 32)
-    print(f"{seed=}")
-    random = Random(seed)
     layout = vmmkv.KVLayout(1, 1, 128, torch.int8, layers_per_range=1)  # 16 tokens in a page
     reads: list[bool] = []
     sent = 0
