@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 from typer import Typer
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -40,7 +40,6 @@ from benchmarks import (
 from benchmarks.all import Benchmark, Kind
 from benchmarks.geometry import SMALL
 from benchmarks.report import PLOTS
-from benchmarks.serve import measure
 from benchmarks.tables import TABLES
 from vmmkv.workload import Request
 
@@ -58,7 +57,42 @@ def measured(module: ModuleType, arguments: str, *names: str) -> Any:
     """The result of a benchmark; of each table that is named, the number of its lines is that of the rows."""
     done = invoke(module, *arguments.split(), "--json")
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    return tabled(done.stdout, *names)
+
+
+FORKED = """
+    import multiprocessing
+    from functools import partial
+    from importlib import import_module
+    import torch.multiprocessing
+    import typer
+    from conftest import ROOT
+
+    sys.path.append(str(ROOT))
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _: fork
+    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+    from benchmarks import pools
+    from benchmarks.serve import measure
+
+    measure.WARM_UPS, pools.IDLE_TURNS = 1, 10
+    module = import_module(f"benchmarks.{sys.argv[1]}")
+    sys.argv[1:] = sys.argv[2:]
+    typer.run(module.main)
+"""
+
+
+def forked(module: ModuleType, arguments: str, *names: str) -> Any:
+    """The same of a benchmark that starts processes, which are forked: to import takes longer than all that they do."""
+    if torch.cuda.is_available():
+        return measured(module, arguments, *names)
+    done = run_python(FORKED, module.__name__.rpartition(".")[2], *arguments.split(), "--json")
+    assert done.returncode == 0, done.stderr
+    return tabled(done.stdout, *names)
+
+
+def tabled(output: str, *names: str) -> Any:
+    result = json.loads(output)
     for name in names:
         columns, rows = tables.TABLES[name].write(result)
         assert rows
@@ -132,7 +166,7 @@ def test_swap(kind: type[swap.Plain]) -> None:
 
 
 def test_transfer() -> None:
-    result = measured(transfer, "--device cpu --tokens 70 --rounds 1", "handing-over")
+    result = forked(transfer, "--device cpu --tokens 70 --rounds 1", "handing-over")
     assert (result["backend"], result["tokens"], len(result["ways"])) == ("gloo", 64, 5)
     plain, other = transfer.figures({transfer.PLAIN: [1.0, 2.0, 3.0], "other": [3.0, 4.0, 8.0]}, 8 * 10**9)
     assert (plain["ms"], plain["gb_per_s"], plain["ratio"]) == (2000, 4, 1)
@@ -140,10 +174,8 @@ def test_transfer() -> None:
     assert other["gb_per_s_p10"] < 2 < other["gb_per_s_p90"]
 
 
-def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "WARM_UPS", 1)
-    monkeypatch.setattr(pools, "IDLE_TURNS", 10)
-    result = measured(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
+def test_pools() -> None:
+    result = forked(pools, "--device cpu --requests 6 --rounds 1", "pools", "pool-moves")
     assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
     assert result["missed"] == []
     for row in result["runs"]:
@@ -156,13 +188,13 @@ def test_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in result["moves"]:
         assert row["ms_per_10_gib"] == pytest.approx(row["ms"] * 10 * 2**30 / row["bytes"])
     assert min(side["us"] for side in result["idle_ledger"].values()) > 0
-    missed = measured(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
+    missed = forked(pools, "--device cpu --rounds 1 --requests 9 --budget-seconds 0")["missed"]
     assert missed == [f"bursts of 9, {mode}, round 1" for mode in pools.MODES]
 
 
 def test_rollouts() -> None:
     sizes = "--side rows-kept --side blocks-40% --generations 2 --cycles 21 --budget-seconds 600"
-    result = measured(rollouts, sizes, "rollouts")
+    result = forked(rollouts, sizes, "rollouts")
     on_rows, in_blocks = result["sides"]
     assert result["missed"] == []
     for row in result["sides"]:
