@@ -109,6 +109,8 @@ def name_of(kernel: str | Callable[..., Any]) -> str:
 def load(target: str) -> Callable[..., Any]:
     """The kernel called `target`: one of `TARGETS`, `package.module:function` or `path/to/file.py:function`."""
     if target in TARGETS:
+        if target.startswith("vmmkv"):
+            from ..kernels import decode  # noqa: F401 - imported once, and not by each process that is forked
         return TARGETS[target]
     place, _, name = target.rpartition(":")
     if not place:
