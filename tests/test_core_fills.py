@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 import torch
+from core_machine import NoMapper
 from core_rows import new_cache, new_pool, token_at
 from simulated_device import SimulatedDevice
 
@@ -15,16 +16,6 @@ from vmmkv.core import entries
 from vmmkv.core.cache import Cache
 from vmmkv.core.pool import Ask, Pool
 from vmmkv.core.tables import NOTE
-
-
-class NoMapper:
-    """Stands for a mapper that does nothing by itself."""
-
-    def ring(self) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing."""
 
 
 def scrubbed(**options: int) -> tuple[Cache, SimulatedDevice]:

@@ -194,9 +194,6 @@ def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(ranges: list[str
         assert ranges == ["vmmkv: growth", "end"] * 2
 
 
-LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
-
-
 @pytest.fixture(autouse=True)
 def _names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests that run at the same time do not see one another."""
