@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import small_driver
+from core_rows import token_at
 from faulty import FaultyDriver
 
 import vmmkv
@@ -19,7 +20,6 @@ from vmmkv.errors import DriverError, OutOfPagesError
 
 LAYOUT = vmmkv.KVLayout(1, 1, 128, torch.float32)
 """Four tokens on a page."""
-RECORD = 1024
 
 
 def opened(pages: int, **options: Any) -> tuple[Cache, FaultyDriver]:
@@ -27,17 +27,14 @@ def opened(pages: int, **options: Any) -> tuple[Cache, FaultyDriver]:
     return Cache(Pool(driver.inner, pages), LAYOUT.record_bytes, 5, 10_000, **{"large": False, **options}), driver
 
 
-def place(sequence: Sequence, token: int) -> int:
-    part = sequence.cache.ranges[0]
-    return int(part["address"]) + sequence.row * int(part["row_pages"]) * 4096 + token * RECORD
-
-
 def write(sequence: Sequence, value: int, first: int = 0) -> None:
-    ctypes.memset(place(sequence, first), value, (sequence.length - first) * RECORD)
+    place, record = token_at(sequence.cache, sequence.row, 0, first)
+    ctypes.memset(place, value, (sequence.length - first) * record)
 
 
 def read(sequence: Sequence, first: int = 0) -> set[int]:
-    return set(ctypes.string_at(place(sequence, first), (sequence.length - first) * RECORD))
+    place, record = token_at(sequence.cache, sequence.row, 0, first)
+    return set(ctypes.string_at(place, (sequence.length - first) * record))
 
 
 def test_pages_that_move_between_tenants_in_one_change_are_filled() -> None:

@@ -47,16 +47,9 @@ def test_demo_prints_tables_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("form", ["csv", "jsonl"])
-def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
-    path = tmp_path / f"trace.{form}"
-    if form == "csv":
-        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,300,10\n2023-11-16,40,8\n")
-    else:
-        lines = [
-            {"timestamp": 0, "input_length": n, "output_length": m, "hash_ids": [0]} for n, m in ((300, 10), (40, 8))
-        ]
-        path.write_text("\n".join(map(json.dumps, lines)))
+def test_demo_replays_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,300,10\n2023-11-16,40,8\n")
     figures = json.loads(demo("--device", "cpu", "--trace", str(path), "--json").stdout)
     assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
 
