@@ -307,14 +307,14 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     chance = Random()
     expected = [answers(model, chance, chance.randint(2, 30), most=most) for most in (9, 60, 200)]
     expected.append(answers(model, chance, 2, begin=[7] * 1100))  # transformers tells lengths apart from 1024 on
-    attend = attention.attend
+    attend = attention.write_and_attend
 
-    def watch(query: torch.Tensor, kept: Any, batch: Any, **options: Any) -> torch.Tensor:
+    def watch(query: torch.Tensor, key: Any, value: Any, kept: Any, batch: Any, **options: Any) -> torch.Tensor:
         if batch.max_prompts:
             told.setdefault((query.shape[0], batch.rows.shape[0]), set()).add(batch.max_prompts)
-        return attend(query, kept, batch, **options)
+        return attend(query, key, value, kept, batch, **options)
 
-    monkeypatch.setattr(attention, "attend", watch)
+    monkeypatch.setattr("vmmkv.integrations.batching.cache.write_and_attend", watch)
     options: dict[str, Any] = {"use_cuda_graph": (True, False), "use_async_batching": ahead, "max_batch_tokens": 200}
     with on_rows(model, max_seq_len=1300), Served(model, warm=True, **options, max_requests_per_batch=100) as served:
         assert sizes == [200, 192, 128, 64] * (1 + ahead)
