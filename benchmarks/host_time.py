@@ -84,7 +84,7 @@ class ByHand:
     def access(self, address: int, pages: int = 1, writable: bool = True) -> None:
         """Allow access."""
         if self._cuda:
-            self._cuda.cuMemSetAccess(address, pages * self.size, self.driver.access[writable], 1)  # type: ignore[attr-defined]
+            self._cuda.cuMemSetAccess(address, pages * self.size, [self.driver.access[writable]], 1)  # type: ignore[attr-defined]
         else:
             access = int(self.driver.table["access" if writable else "read_access"])
             self._functions["set_access"](address, pages * self.size, access, 1)
