@@ -153,6 +153,30 @@ class Bench:
 
         return {"core": free}, {"core": adopt}
 
+    def fork(self, pages: int = 512) -> Sides:
+        """Fork a sequence of full pages."""
+        base, handles = self.driver.reserve(pages * self.size), [self.hand.create() for _ in range(pages)]
+        cache = self.cache(pages + 8, 2, pages + 8)
+        parent, children = cache.start(pages * TOKENS), list[Sequence]()
+
+        def by_core() -> float:
+            took = microseconds(lambda: children.append(parent.fork()))
+            children.pop().free()
+            cache.pool.trim_to()
+            return took
+
+        def share() -> None:
+            for page, handle in enumerate(handles):
+                self.hand.map(base + page * self.size, handle)
+            self.hand.access(base, pages, False)
+
+        def by_hand() -> float:
+            took = microseconds(share)
+            self.hand.unmap(base, pages)
+            return took
+
+        return {"core": by_core, "by hand": by_hand}
+
     def prompt(self, tokens: int, sequences: int = 1) -> Sides:
         """Start sequences with a prompt, on large frames, from an empty pool."""
         pages = -(-tokens // TOKENS)
@@ -198,6 +222,7 @@ class Bench:
             free, adopt = self.ending(parked)
             yield f"free, beside {parked:,} parked rows", free
             yield f"adopt, beside {parked:,} parked rows", adopt
+        yield "fork 512 pages", self.fork()
         yield "a prompt of 8,192 tokens", self.prompt(8192)
         yield "60 prompts of 1,024 tokens", self.prompt(1024, 60)
 

@@ -104,7 +104,7 @@ def test_core() -> None:
     result = measured(core, "--device null --rounds 2 --parked 100", "core", "core-null")
     for case in result["cases"]:
         assert all(0 < side["p10_us"] <= side["us"] <= side["p90_us"] for side in case["sides"].values())
-    assert sum("by hand" in case["sides"] for case in result["cases"]) == 7
+    assert sum("by hand" in case["sides"] for case in result["cases"]) == 8
 
 
 def test_mapper(monkeypatch: pytest.MonkeyPatch) -> None:
