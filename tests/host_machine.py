@@ -89,7 +89,7 @@ class HostMachine(PrefixMachine):
 
     def held_frames(self) -> Counter[int]:
         storing = [frames for tier in self.tiers for _, frames in tier.prefixes.storing]
-        return super().held_frames() + Counter(frame for frames in storing for frame in frames)
+        return super().held_frames() + Counter(frame for frames in storing for frame in frames if frame >= 0)
 
     def staging(self) -> list[range]:
         size = WINDOW * self.pool.driver.page_size

@@ -143,7 +143,7 @@ def ids_of(token_ids: npt.ArrayLike) -> Ids:
     """Token ids as integers of 32 or 64 bits, side by side; arrays of such are not copied. Raises `ArgumentError`,
     `ShapeError` or `DtypeError`."""
     if isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:  # numpy takes three times as long
-        with suppress(struct.error, TypeError):  # below it is said why
+        with suppress(struct.error, TypeError, ValueError, RuntimeError):  # below it is said why
             return np.frombuffer(struct.pack(f"{len(token_ids)}q", *token_ids), np.int64)
     try:
         ids = np.asarray(token_ids)

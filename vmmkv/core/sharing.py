@@ -238,9 +238,14 @@ def hold(cache: int, ticket: int, part: int, first: int, tokens: int, out: int, 
 
 @entry
 def refer(cache: int, frames_at: int, count: int, sign: int) -> int:
-    """Adds a reference to frames that are held (`sign` is 1), or ends one (-1)."""
+    """Adds a reference to frames that are held (`sign` is 1), or ends one (-1). The list says which frames have theirs:
+    those that have none are written as `~frame`. So a second call changes nothing."""
+    frames = words_at(frames_at, count)
     for index in range(count):
-        reference(cache, words_at(frames_at, count)[index], sign)
+        frame = frames[index]
+        if (frame < 0) == (sign > 0):
+            frames[index] = ~frame
+            reference(cache, max(frame, ~frame), sign)
     return DONE
 
 

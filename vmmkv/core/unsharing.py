@@ -28,9 +28,16 @@ def part_from(cache: Cache, ticket: int, pages: list[int], token: int) -> None:
         while (code := entries.can_part(cache.address, ticket, firsts.buffer_info()[0], token, ask.address)) < 0:
             if code != NO_PAGES or not cache.pool.gain_budget_for(ask):
                 raise cache.error(code, ask)
-        for part, page in enumerate(pages):
-            while _step(cache, ticket, part, page):
-                pass
+        try:
+            for part, page in enumerate(pages):
+                while _step(cache, ticket, part, page):
+                    pass
+        except BaseException:
+            with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
+                cache.repair(ticket)
+            with suppress(VmmkvError):  # else the next copy does it
+                cache.pool.unstage()
+            raise
 
 
 def check_copying(pool: Pool) -> None:
@@ -61,18 +68,11 @@ def _step(cache: Cache, ticket: int, part: int, page: int) -> bool:
 def _swap(cache: Cache, ticket: int, part: int) -> bool:
     """Puts the staged copy in its place. Returns False where other rows share pages of the row meanwhile."""
     ask = Ask()
-    try:
-        code = entries.fence(cache.address, ticket, ask.address)
-        if code < 0:
-            raise cache.error(code, ask)
-        Fence(cache.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
-        code = cache.pool.change(Ask(), entries.plan_swap, cache.address, ticket, part)
-    except BaseException:
-        with suppress(VmmkvError):  # else the next growth, or copy, repairs the row
-            cache.repair(ticket)
-        with suppress(VmmkvError):  # else the next copy does it
-            cache.pool.unstage()
-        raise
+    code = entries.fence(cache.address, ticket, ask.address)
+    if code < 0:
+        raise cache.error(code, ask)
+    Fence(cache.pool.driver, ask.words[SLOTS_AT], ask.words[TICK]).wait()
+    code = cache.pool.change(Ask(), entries.plan_swap, cache.address, ticket, part)
     if code < 0:
         cache.pool.unstage()
     return code >= 0

@@ -125,23 +125,22 @@ class Slots:
         first = (chunk.free & -chunk.free).bit_length() - 1
         behind = chunk.free >> first
         pages = min((~behind & behind + 1).bit_length() - 1, wanted)
-        left = chunk.free & ~((1 << pages) - 1 << first)
-        if not left:
-            self._partial.pop()
-        chunk.free = left
+        chunk.free &= ~((1 << pages) - 1 << first)
         self.taken += pages
+        if not chunk.free:
+            self._partial.pop()  # last: an interruption may come behind any call
         return Run(chunk, first, pages, chunk.address + first * self.page_size)
 
     def _free(self, run: Run) -> None:
         """Makes pages free, and gives their chunk back if it has no others."""
-        chunk = run.chunk
-        if not chunk.free:
-            self._partial.insert(0, chunk)
+        chunk, was_taken = run.chunk, not run.chunk.free
         chunk.free |= (1 << run.pages) - 1 << run.first
         self.taken -= run.pages
+        if was_taken:
+            self._partial.insert(0, chunk)
         if chunk.free == (1 << chunk.pages) - 1:
-            self._partial.remove(chunk)
             self.made -= chunk.pages
+            self._partial.remove(chunk)
 
 
 def copies(pieces: Iterable[tuple[int, int, int, Run]], records: Sequence[int], first: int, end: int) -> array[int]:

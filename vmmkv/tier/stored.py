@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..core import entries
 from ..core.addresses import Addresses
 from ..core.cache import Cache
-from ..core.codes import DONE, PART
+from ..core.codes import PART
 from ..core.pool import Ask, at
 from ..core.sequence import no_token
 from ..core.tables import ROW_MASK
@@ -59,8 +59,8 @@ class StoredPrefixes:
         """By priority the slots."""
         self.gone: deque[tuple[int, int]] = deque()
         """Nodes and serials of prefixes that have made way. The guest empties the queue."""
-        self.storing: deque[tuple[Fence, npt.NDArray[np.int64]]] = deque()
-        """Frames that are being copied, one for each page."""
+        self.storing: deque[list[Any]] = deque()
+        """Of pages that are copied the fence, None until the copies are queued, and the frames: see `refer`."""
         self._window: Addresses | None = None
         self._shown = 0
 
@@ -81,11 +81,13 @@ class StoredPrefixes:
         if not len(kept):
             return is_stored.astype(np.int64)
         Fence.after(self.driver, [self.driver.current_stream()])  # fails in a capture, which an allocation would end
-        frames, runs, fence, is_held = np.ascontiguousarray(kept["frame"]), list[list[Run]](), Fence(), False
+        frames, runs, fence = ~kept["frame"], list[list[Run]](), Fence()
+        entry: list[Any] = [None, frames]
         try:
-            if (self.pool.frames["held"][frames] < 1).any():
+            if (self.pool.frames["held"][kept["frame"]] < 1).any():
                 raise ArgumentError("asked to store frames that no guest holds")
-            is_held = entries.refer(self._cache_at, at(frames), len(frames), 1) == DONE
+            self.storing.append(entry)  # before they are referenced: an interruption may come in between
+            entries.refer(self._cache_at, at(frames), len(frames), 1)
             runs = self.slots.take([len(kept)])
             slots = [
                 Run(chunk, first + page, 1, address + page * self.driver.page_size)
@@ -96,11 +98,9 @@ class StoredPrefixes:
                 for part in np.unique(kept["part"]).tolist():
                     first, end = np.searchsorted(kept["part"], [part, part + 1])
                     self._copy(part, kept[first:end], slots[first:end])
-                fence = Fence.after(self.driver, [self.stream])
-            self.storing.append((fence, frames))
+                entry[0] = fence = Fence.after(self.driver, [self.stream])
         except BaseException:
-            if is_held and all(each[1] is not frames for each in self.storing):
-                self.storing.append((fence, frames))
+            entry[0] = fence
             self.slots.give(runs, fence)
             self.collect()
             raise
@@ -175,8 +175,8 @@ class StoredPrefixes:
     def finish(self, pages: int) -> int:
         """Waits for copies to the host until so many pages are not held for them any more. Returns how many."""
         given = 0
-        while self.storing and given < pages:
-            self.storing[0][0].wait()
+        while self.storing and (fence := self.storing[0][0]) is not None and given < pages:
+            fence.wait()
             self._clear_window()
             given += self.collect()
         return given
@@ -187,9 +187,10 @@ class StoredPrefixes:
         given = 0
         with suppress(VmmkvError):
             self._clear_window()
-            while self.storing and self.storing[0][0].passed():
-                frames = self.storing[0][1]  # dropped in one line, which an interruption cannot cut in two
-                entries.refer(self._cache_at, at(frames), len(self.storing.popleft()[1]), -1)
+            while self.storing and (fence := self.storing[0][0]) is not None and fence.passed():
+                frames = self.storing[0][1]
+                entries.refer(self._cache_at, at(frames), len(frames), -1)  # a second time does nothing
+                self.storing.popleft()
                 given += len(frames)
         return given
 
