@@ -117,13 +117,13 @@ class CompiledLayerGroup(LayerGroup):
         if layer.written:  # by a compiled pass that was not counted
             self._step = None
         attended = super().update(layer, keys, values)
-        layer.expected = 0
+        layer.expected, self.is_told = 0, True  # only now does the host count what the device does
         return attended
 
     def _append(self, layer: int, keys: Tensor, values: Tensor, new: Where, attended: Where) -> list[Tensor]:
         step, self._step, self.is_told = self._step, None, False  # an interrupted write may count on the device
         self._append_behind(layer, write_rows, keys, values)
-        self._step, self.is_told = step, True
+        self._step = step
         return self._held().view(layer, attended)
 
     def append_inside(self, layer: Extent, keys: Tensor, values: Tensor) -> None:
