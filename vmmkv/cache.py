@@ -251,8 +251,7 @@ class KVCache(TokenCache):
         """
         if row is not None:
             row = row_number(row, self.max_sequences)
-        if type(reuse) is not bool or type(whole) is not bool:
-            check_flags(reuse=reuse, whole=whole)
+        check_flags(reuse=reuse, whole=whole)
         if self.scales:
             self.scales.check_not_captured()
         tokens, expected = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
@@ -442,8 +441,8 @@ class KVCache(TokenCache):
             self.prefixes.reordered(batch, [batch[index] for index in chosen])
 
     def _reorder_scales(self, moves: dict[Any, Any]) -> None:
-        """Copies the scales of the tokens that sequences have taken over, whose streams wait for that. If it fails,
-        ends the sequences that were to change: they would have wrong scales."""
+        """Copies the scales of the tokens that sequences have taken over. The streams of these sequences wait for the
+        copies. If a call fails, ends the sequences that were to change: they would have wrong scales."""
         assert self.scales is not None
         try:
             self.scales.copy({each.row: other.row for each, other in moves.items()})
