@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,16 +35,6 @@ def test_growing_inside_the_last_page_makes_no_driver_call(make_cache) -> None:
     assert driver_calls(sequence.cache) == before
     sequence.extend(1)
     assert driver_calls(sequence.cache) > before
-
-
-def test_a_batch_grows_each_by_its_own_number(make_cache) -> None:
-    cache = make_cache()
-    sequences = [cache.sequence(n) for n in (1, 2, 3)]
-    cache.extend(sequences, 1)
-    cache.extend(sequences[1:], [10, 20])
-    cache.extend(sequences, np.array([0, 0, 5], np.int32))
-    assert [sequence.length for sequence in sequences] == [2, 13, 29]
-    cache.extend([], 1)
 
 
 def test_a_batch_grows_whole_or_not_at_all(make_cache) -> None:
@@ -220,16 +210,6 @@ def test_waste_is_what_no_token_fills(make_cache) -> None:
     assert stats.token_bytes == kept.length * cache.layout.token_bytes
 
 
-def test_statistics_are_printed_as_a_small_table(make_cache) -> None:
-    cache = make_cache()
-    kept = cache.sequence(20)
-    for stats in (cache.stats(), cache.pool.stats()):
-        lines = str(stats).splitlines()
-        assert [line.split()[0] for line in lines] == [field.name for field in dataclasses.fields(stats)]
-        assert max(map(len, lines)) <= 80
-    assert f"tokens               {kept.length}" in str(cache.stats()).splitlines()
-
-
 def test_page_map_and_uses_tell_who_has_had_a_page(make_cache) -> None:
     cache = make_cache()
     first, second = cache.sequence(30), cache.sequence(10)
@@ -347,6 +327,7 @@ def test_use_after_free(make_cache, end: str, message: str) -> None:
         lambda: sequence.length,
         lambda: sequence.truncate(0),
         lambda: sequence.release_before(0),
+        sequence.fork,
     ]
     for call in calls + [cache.sequence, lambda: cache.kv(0), cache.stats, cache.trim] * (end == "close"):
         with pytest.raises(vmmkv.UseAfterFreeError, match=message):
@@ -400,6 +381,9 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
         "twice": lambda: cache.extend([sequence, sequence], 1),
         "truncate": lambda: sequence.extend(-1),
         "another cache": lambda: cache.extend([stranger], 1),
+        "belongs to": lambda: cache.fork_many(stranger, 1),
+        "count=-1": lambda: cache.fork_many(sequence, -1),
+        "count=1.5": lambda: cache.fork_many(sequence, 1.5),
     }
     for message, call in wrong.items():
         with pytest.raises((vmmkv.ArgumentError, ValueError), match=re.escape(message)):
@@ -410,9 +394,9 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
         for call in (lambda sequences=sequences: cache.extend(sequences, 1), lambda each=sequences: cache.free(each)):
             with pytest.raises(TypeError, match=r"a list of sequences|among the sequences"):
                 call()
-    for name in ("lookahead", "overread", "max_sequences"):
-        with pytest.raises(vmmkv.LayoutError, match=f"{name}=True"):
-            make_cache(**{name: True})
+    for name, number in product(("lookahead", "overread", "max_sequences"), (True, -1)):
+        with pytest.raises(vmmkv.LayoutError, match=f"{name}={number}"):
+            make_cache(**{name: number})
     with pytest.raises(vmmkv.ShapeError, match="several lengths"):
         cache.sequence(token_ids=[[1, 2], [3]])
     assert (sequence.length, sequence.start, stranger.length, cache.stats().rows["live"]) == (3, 0, 3, 1)

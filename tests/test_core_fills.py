@@ -57,37 +57,6 @@ def bytes_of(cache: Cache, row: int, first: int, end: int) -> bytes:
     return b"".join(ctypes.string_at(place, record * (end - first)) for place, record in places)
 
 
-def test_a_pool_with_poison_fills_what_is_taken_truncated_released_and_freed() -> None:
-    pool = Pool(new_pool().driver, 200, poison=True)
-    cache = new_cache(pool, large=False)
-    sequence = cache.start(50)
-    row = sequence.row
-    assert set(bytes_of(cache, row, 0, 50)) == {0xFF}
-
-    def write(value: int) -> None:
-        for part in range(len(cache.ranges)):
-            place, record = token_at(cache, row, part, 0)
-            ctypes.memset(place, value, record * sequence.length)
-
-    write(7)
-    sequence.truncate(31)
-    assert set(bytes_of(cache, row, 0, 31)) == {7}
-    assert set(bytes_of(cache, row, 31, 50)) == {0xFF}
-    sequence.extend(19)
-    assert set(bytes_of(cache, row, 31, 50)) == {0xFF}
-    write(8)
-    fork = sequence.fork()
-    sequence.truncate(1)  # full pages are the fork's, too
-    assert set(bytes_of(cache, fork.row, 0, 50)) == {8}
-    cache.part(fork.ticket, 0)
-    fork.release_before(20)
-    assert set(bytes_of(cache, fork.row, 0, 20)) == {0xFF}
-    assert set(bytes_of(cache, fork.row, 20, 50)) == {8}
-    other = fork.row
-    fork.free()
-    assert set(bytes_of(cache, other, 20, 50)) == {0xFF}
-
-
 def test_poison_leaves_alone_what_kernels_or_guests_may_read() -> None:
     pool = Pool(new_pool().driver, 200, poison=True)
     overread, known = new_cache(pool, overread=9), new_cache(pool)

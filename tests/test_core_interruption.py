@@ -5,7 +5,6 @@ After each the books are right, contents are intact, the operation is done or is
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -187,28 +186,3 @@ def test_interruptions_at_any_moment(lookahead: int) -> None:
         interrupted += world.interrupted
     print(f"{interrupted.total()} of {OPERATIONS * ROUNDS} were interrupted: {dict(interrupted)}")
     assert len(interrupted) > 5
-
-
-def test_an_interruption_between_a_plan_and_its_commit() -> None:
-    """The next change books what was run. Lengths are as before."""
-    from vmmkv.core import entries
-    from vmmkv.core.pool import Ask
-
-    random = Random()
-    for is_run in (False, True):
-        pool = new_pool()
-        cache = new_cache(pool)
-        row = Row(cache.start(9))
-        row.write(random, 0)
-        tickets, ask = array("q", [row.sequence.ticket]), Ask()
-        with pool.lock:
-            serial = entries.plan_growth(cache.address, tickets.buffer_info()[0], 1, 50, 0, 0, ask.address)
-            if is_run:
-                entries.run(pool.address, serial, 0)
-        check_all(pool, cache)
-        row.verify()
-        assert pool.word("settled") == 1
-        row.sequence.extend(50)
-        row.write(random, 9)
-        check_all(pool, cache)
-        row.verify()

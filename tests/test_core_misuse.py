@@ -17,11 +17,7 @@ from simulated_device import SimulatedDevice
 from vmmkv.core import entries
 from vmmkv.core.cache import Cache
 from vmmkv.core.pool import Ask, Pool
-from vmmkv.core.sequence import Sequence
-from vmmkv.driver.host import NullDriver
 from vmmkv.errors import (
-    ArgumentError,
-    BudgetError,
     BusyError,
     DriverError,
     OutOfPagesError,
@@ -67,86 +63,6 @@ def test_numbers_that_no_row_has(number: int) -> None:
             call(number)
         check_all(pool, cache)
         row.verify()
-
-
-def test_what_cannot_be_shared() -> None:
-    pool = new_pool()
-    cache, other = new_cache(pool), new_cache(pool)
-    row, foreign = filled(cache), filled(other)
-    row.sequence.release_before(5)
-    row.start = 5
-    nothing = array("q", [0, 0])
-    gone = cache.start(9)
-    place, owner = gone.row, gone.ticket >> 24
-    gone.free()
-    after = cache.start(3, row=place)
-    for error, call in (
-        (ArgumentError, lambda: cache.share(foreign.sequence, 3)),
-        (ValueError, lambda: cache.share(row.sequence, 4)),
-        (ValueError, lambda: cache.share(row.sequence, 21)),
-        (UseAfterFreeError, lambda: cache.share(gone, 3)),
-        (UseAfterFreeError, lambda: share_left(cache, place, 3, nothing, last=owner)),
-    ):
-        with pytest.raises(error):
-            call()
-        check_all(pool, cache, other)
-        assert cache.state[0]["live"] == 2
-    row.verify()
-    foreign.verify()
-    after.free()
-    assert share_left(cache, place, 3, nothing, last=after.ticket >> 24).length == 3
-
-
-def test_sequences_of_another_cache_and_none() -> None:
-    """Tickets of other caches, and of no sequence, name none."""
-    pool = new_pool()
-    cache, other = new_cache(pool), new_cache(pool)
-    row, unused = filled(cache), Sequence(cache)
-    cache.start(9).free()  # a parked row
-    for call in (
-        lambda: other.extend([row.sequence], 1),
-        lambda: other.free([row.sequence]),
-        lambda: other.batch([row.sequence]),
-        lambda: unused.extend(1),
-        lambda: unused.truncate(0),
-        lambda: unused.length,
-    ):
-        with pytest.raises((ArgumentError, UseAfterFreeError)):
-            call()
-    assert not unused.extend_in_place(0)
-    check_all(pool, cache, other)
-    row.verify()
-
-
-def test_limits_that_cannot_be() -> None:
-    driver = NullDriver(100 * 4096, 4096)
-    pool = new_pool(60, driver)
-    cache = new_cache(pool, reserved=5)
-    for call in (
-        lambda: pool.limit_to(-1),
-        lambda: pool.limit_to(101),
-        lambda: pool.limit_to(1 << 64),
-        lambda: pool.limit_to(10, cache.account, 11),
-        lambda: pool.limit_to(10, cache.account, -1),
-        lambda: new_cache(pool, reserved=-1),
-        lambda: new_cache(pool, reserved=5, limit=4),
-        lambda: new_cache(pool, reserved=56),
-        lambda: pool.open_account(1 << 70),
-    ):
-        with pytest.raises(BudgetError):
-            call()
-        check_all(pool, cache)
-    with pytest.raises(OutOfPagesError):
-        pool.limit_to(4)
-    with pytest.raises(OutOfPagesError):
-        pool.limit_to(61, cache.account, 61)
-    cache.start(100)
-    assert pool.trim_to(1 << 64) == 0
-    for options in ({"rows": 0}, {"rows": 1 << 24}, {"tokens": 0}, {"lookahead": -1}, {"overread": -1}):
-        with pytest.raises(ArgumentError):
-            new_cache(pool, **options)  # type: ignore[arg-type]
-    check_all(pool, cache)
-    assert pool.word("committed") == max(cache.pool.accounts["used"][cache.account], 5)
 
 
 def test_a_cache_that_is_closed() -> None:

@@ -11,9 +11,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import ROUNDS, join, run_python, small_driver
+from conftest import ROUNDS, join, run_python
 from core_rows import Row, check_all, new_cache, new_pool
-from faulty import FaultyDriver
 
 from vmmkv.core import entries, mapper
 from vmmkv.core.cache import Cache
@@ -280,15 +279,3 @@ def test_a_cache_that_nothing_holds_gives_its_memory_back() -> None:
             assert bool(pool.unclosed) == is_busy
         pool.trim_to()
         assert pool.word("used") == pool.word("created") == 0
-
-
-def test_a_pool_that_nothing_holds_gives_its_memory_back() -> None:
-    driver = FaultyDriver(small_driver("cpu"))
-    cache = new_cache(Pool(driver.inner, 64))
-    cache.start(20).fork()
-    assert driver.num_pages
-    del cache
-    gc.collect()
-    assert not driver.num_pages
-    assert not driver.mapped
-    assert not driver.ranges

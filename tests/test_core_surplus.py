@@ -37,14 +37,6 @@ def read(sequence: Sequence, first: int = 0) -> set[int]:
     return set(ctypes.string_at(place, (sequence.length - first) * record))
 
 
-def test_pages_that_move_between_tenants_in_one_change_are_filled() -> None:
-    cache, _driver = opened(10)
-    sequence = cache.start(40, key=1)
-    write(sequence, 7)
-    sequence.free()
-    assert read(cache.start(40, key=2)) == {0}
-
-
 def test_pages_whose_fill_has_failed_are_filled_before_they_are_used() -> None:
     cache, driver = opened(10)
     first = cache.start(36, key=1)
