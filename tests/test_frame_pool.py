@@ -83,24 +83,6 @@ def test_more_cannot_be_reserved_than_there_is() -> None:
     cache_on(pool, reserved=13 * size)
 
 
-def test_a_limit_below_what_lives_changes_nothing() -> None:
-    pool, _ = make_pool(20)
-    cache = cache_on(pool)
-    live, gone = cache.sequence(9 * 8), cache.sequence(5 * 8)
-    gone.free()
-    with pytest.raises(OutOfPagesError) as caught:
-        pool.set_limit(8 * pool.page_size)
-    assert (caught.value.requested, caught.value.available) == (8, 9)
-    assert pool.stats().physical_bytes == 14 * pool.page_size
-    pool.set_limit(10 * pool.page_size)
-    assert pool.stats().physical_bytes <= 10 * pool.page_size
-    live.extend(8)
-    with pytest.raises(OutOfPagesError):
-        live.extend(8)
-    pool.set_limit(20 * pool.page_size)
-    live.extend(8)
-
-
 def test_a_share_is_of_what_is_free_and_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the same share is the same limit, whatever is taken."""
     pool, driver = make_pool(30)
@@ -160,14 +142,6 @@ def test_a_pool_that_a_cache_has_made_for_itself_is_nobody_elses() -> None:
             with pytest.raises(vmmkv.ArgumentError, match="ends with it"):
                 lie()
         assert len(pool.stats().accounts) == 1
-
-
-@pytest.mark.parametrize("name", ["overread", "lookahead"])
-def test_tokens_behind_a_sequence_are_not_negative(name: str) -> None:
-    pool, _ = make_pool(20)
-    with pytest.raises(vmmkv.LayoutError, match=f"{name}=-1"):
-        cache_on(pool, **{name: -1})
-    assert pool.stats().holders == 0
 
 
 WIDE = vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2)

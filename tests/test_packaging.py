@@ -219,13 +219,6 @@ def test_the_insides_of_continuous_batching_are_known_in_one_place() -> None:
     assert all(name.startswith(f"{place}.") for name in users), users
 
 
-def test_kernels_know_nothing_of_vmmkv() -> None:
-    for name, path in SOURCES.items():
-        if layer(name) == "kernels":
-            names = imported(path.read_text(), name, path.name == "__init__.py")
-            assert {each for each in names if each.split(".")[0] == "vmmkv" and layer(each) != "kernels"} == set(), name
-
-
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.isidentifier()
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from random import Random
-
 import pytest
 import torch
-from conftest import ROUNDS, small_driver, small_layout
 
 import vmmkv
-
-ROWS = 5
 
 
 def tokens_of(sequence: vmmkv.Sequence) -> list[torch.Tensor]:
@@ -59,56 +53,6 @@ def reordered(sequences: list[vmmkv.Sequence], indices: list[int]) -> None:
 def mapped(cache: vmmkv.KVCache) -> int:
     """Calls that have mapped a frame so far."""
     return cache.stats().driver_calls["map"].count
-
-
-KINDS = [
-    {},
-    {"layers_per_range": 1},
-    {"layers_per_range": 2, "scrub": True},
-    {"overread": 7},
-    {"large_frames": True, "pages": 700, "head_dim": 5},
-    {"large_frames": True, "pages": 700, "head_dim": 5, "layers_per_range": 2},
-]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_any_reorderings_of_any_sequences(make_cache, device: str, kind: dict) -> None:
-    options = dict(kind)
-    if factor := options.pop("head_dim", 0):  # rows of several large frames
-        layout = small_layout(small_driver(device), layers_per_range=options.pop("layers_per_range", None))
-        options["layout"] = replace(layout, head_dim=factor * layout.head_dim)
-    for _ in range((3 if device == "cuda" else 5) * ROUNDS):  # on a GPU each takes seconds
-        seed = Random().randrange(1 << 32)
-        try:
-            reorder_at_random(make_cache(ROWS, 100, **{"pages": 200, **options}), Random(seed))
-        except BaseException as error:
-            error.add_note(f"Random({seed})")
-            raise
-
-
-def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
-    """Sequences that were forked, and others, and change between reorderings."""
-    live = started(cache, *(random.randint(0, 60) for _ in range(random.randint(1, 3))))
-    live += cache.fork_many(random.choice(live), random.randint(0, ROWS - len(live)))
-    for _ in range(12):
-        for sequence in live:
-            change = random.choice(["grow", "grow", "truncate", "window", "leave"])
-            if change == "grow":
-                grow(sequence, random.randint(0, min(12, 100 - sequence.length)))
-            elif change == "truncate" and not random.randrange(4):
-                sequence.truncate(random.randint(sequence.start, sequence.length))
-            elif change == "window" and not random.randrange(4):
-                sequence.release_before(random.randint(sequence.start, sequence.length))
-        if not random.randrange(3):
-            cache.trim()
-        chosen = random.sample(live, random.randint(1, len(live)))
-        indices = [random.randrange(len(chosen)) for _ in chosen]
-        if not random.randrange(3):
-            random.shuffle(indices := list(range(len(chosen))))
-        try:
-            reordered(chosen, indices)
-        except vmmkv.UnsupportedError:
-            assert any(sequence.start for sequence in chosen)
 
 
 def test_beams_that_were_forked_copy_and_map_nothing(make_cache) -> None:

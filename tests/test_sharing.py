@@ -7,7 +7,6 @@ that fail, of interruptions and of streams that run late for `test_faults`, `tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -81,32 +80,7 @@ def test_a_fork_takes_a_page_where_one_is_partly_full(layout: vmmkv.KVLayout) ->
         assert used(cache) == shared(cache) == 0
 
 
-def test_a_page_is_shared_while_several_sequences_hold_tokens_there() -> None:
-    """Whatever they give up, and whoever ends."""
-    cache = make()
-    parent = cache.sequence(4 * TOKENS)
-    write(parent)
-    child = parent.fork()
-    for change, expected in (
-        (lambda: None, (4, 4)),
-        (lambda: child.truncate(2 * TOKENS), (2, 4)),
-        (lambda: parent.release_before(TOKENS), (1, 4)),
-        (parent.free, (0, 2)),
-    ):
-        change()
-        assert (shared(cache), used(cache)) == expected
-    assert (cache.page_map() == child.number).sum() == 2
-
-
 # ---------------------------------------------------------------------- who may write
-
-
-def test_to_unshare_what_is_nobody_elses_takes_nothing() -> None:
-    cache = make(pages=20)
-    one, two = cache.sequence(5 * TOKENS), cache.sequence()
-    calls = cache.stats().driver_calls
-    cache.unshare([one, two])
-    assert cache.stats().driver_calls == calls
 
 
 def test_what_cannot_be_unshared_is_as_before() -> None:
@@ -132,44 +106,7 @@ def test_what_cannot_be_unshared_is_as_before() -> None:
     assert used(cache) == 6
 
 
-def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
-    """Also where no page is left, and those of the others are still in their rows."""
-    cache = make(pages=3, rows=3)
-    parent = cache.sequence(3 * TOKENS)
-    values = write(parent)
-    cache.free(cache.fork_many(parent, 2))
-    parent.truncate(2 * TOKENS + 3)
-    parent.extend(5)
-    check(parent, torch.cat([values[: 2 * TOKENS + 3], write(parent, 2 * TOKENS + 3)]))
-    assert used(cache) == 3
-
-
 # ---------------------------------------------------------------------- where it begins and ends
-
-
-def test_a_sequence_without_tokens_has_children_without_memory() -> None:
-    cache, other = make(), make()
-    parent, gone = cache.sequence(), cache.sequence(10)
-    gone.free()
-    children = cache.fork_many(parent, 3)
-    assert [child.length for child in children] == [0, 0, 0]
-    assert used(cache) == shared(cache) == 0
-    assert cache.fork_many(parent, 0) == []
-    refused: list[tuple[type[Exception], Callable[[], object]]] = [
-        (vmmkv.UseAfterFreeError, gone.fork),
-        (vmmkv.UseAfterFreeError, lambda: cache.fork_many(gone, 2)),
-        (ValueError, lambda: other.fork_many(parent, 1)),
-        (ValueError, lambda: cache.fork_many(parent, -1)),
-        (TypeError, lambda: cache.fork_many(parent, 1.5)),  # type: ignore[arg-type]
-        (TypeError, lambda: cache.fork_many("sequence", 1)),  # type: ignore[arg-type]
-    ]
-    for error, operation in refused:
-        with pytest.raises(error):
-            operation()
-    assert cache.stats().rows["live"] == 4
-    for child in [parent, *children]:
-        child.extend(20)
-        check(child, write(child))
 
 
 # ---------------------------------------------------------------------- what is refused
