@@ -53,6 +53,13 @@ def common(one: Ids, other: Ids) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
+def some_ids(random: Random, known: list[Ids], most: int) -> Ids:
+    """Ids that may begin like known ones."""
+    begin = random.choice(known) if known and random.random() < 0.8 else []
+    begin = begin[: random.choice([len(begin), random.randint(0, len(begin))])]
+    return (begin + [random.randrange(3) for _ in range(random.randint(1, 60))])[:most]
+
+
 def table(address: int, count: int, dtype: Any = np.int64) -> Any:
     """The table at an address."""
     dtype = np.dtype(dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from contextlib import suppress
 from random import Random
 
 import pytest
@@ -15,8 +14,7 @@ from core_rows import Row, token_at
 from faulty import FaultyDriver
 from host_machine import HostMachine, host_memory  # noqa: F401
 from interruption import interrupted_after
-from prefix_machine import Ids, Tables, bytes_of, common
-from simulated_device import SimulatedDevice
+from prefix_machine import Ids, Tables, bytes_of, common, some_ids
 
 import vmmkv
 from vmmkv.core.cache import Cache
@@ -26,7 +24,6 @@ from vmmkv.driver.fence import Fence
 from vmmkv.layout import KVLayout
 from vmmkv.prefix.prefixes import NO_NAMES, Prefixes
 from vmmkv.tier.host_tier import HostTier
-from vmmkv.tier.slots import Chunk, Run, copies
 
 LAYOUT = vmmkv.KVLayout(3, 2, 16, torch.float32, layers_per_range=2)
 """Two ranges, of 512 and 256 bytes a token: pages of the host hold 8 and 16."""
@@ -56,13 +53,6 @@ def fill(row: Row, ids: Ids, first: int) -> None:
         place, record = token_at(row.sequence.cache, row.sequence.row, part, first)
         content = b"".join(bytes([byte]) * record for byte in row.tokens[first:])
         ctypes.memmove(int(place), content, len(content))
-
-
-def some_ids(random: Random, known: list[Ids], most: int) -> Ids:
-    """Ids that may begin like known ones."""
-    begin = random.choice(known) if known and random.random() < 0.8 else []
-    begin = begin[: random.choice([len(begin), random.randint(0, len(begin))])]
-    return (begin + [random.randrange(3) for _ in range(random.randint(1, 60))])[:most]
 
 
 @pytest.mark.few(3)
@@ -211,28 +201,6 @@ def test_a_full_host_keeps_what_is_needed_more() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("call", ["copy", "record", "wait_for"])
-@pytest.mark.usefixtures("host_memory")
-def test_what_cannot_be_copied_is_evicted_all_the_same(call: str) -> None:
-    device = SimulatedDevice(Random())
-    cache = make(driver=device)
-    for ids in prompts(2):
-        sequence = cache.sequence(token_ids=ids)
-        device.finish()
-        write(sequence, ids)
-        sequence.commit(ids)
-        sequence.free()
-    device.fail(call, 0, lasting=True)
-    evicted = cache.prefixes.evict(1 << 30)
-    device.heal()
-    assert evicted > 0 or call != "copy"
-    cache.check()
-    sequence = cache.sequence(100)
-    device.finish()
-    sequence.free()
-    cache.check()
-
-
 def test_interrupted_requests_lose_nothing() -> None:
     """A timer interrupts prompts that evict others and load them from the host. What is found afterwards is right."""
     random, came = Random(), 0
@@ -285,39 +253,6 @@ def test_what_is_away_takes_no_memory() -> None:
         make(host_bytes="much")
 
 
-@pytest.mark.parametrize("name", ["suspend", "resume"])
-@pytest.mark.usefixtures("host_memory")
-def test_a_failed_call_of_a_suspension(name: str) -> None:
-    """Any call, once, also of streams and events: nothing has changed, and the same once more is done."""
-    ids = [*range(60)]
-    for skip in range(1000):
-        device = SimulatedDevice(Random())
-        cache = make(driver=device)
-        sequence = cache.sequence(60)
-        device.finish()
-        write(sequence, ids)
-        if name == "resume":
-            sequence.suspend()
-            device.finish()
-            cache.trim()
-        device.fail("any", skip)
-        with suppress(vmmkv.DriverError):
-            getattr(sequence, name)()
-        has_failed = not device.heal()
-        if sequence.is_suspended != (name == "suspend"):
-            getattr(sequence, name)()
-        device.finish()
-        cache.check()
-        if name == "suspend":
-            sequence.resume()
-            device.finish()
-        assert holds(sequence, ids)
-        cache.close()
-        if not has_failed:
-            break
-    assert 3 < skip < 100
-
-
 def test_slots_of_a_long_sequence_are_few_runs() -> None:
     cache = make(host_bytes=100 * PAGE)
     slots = cache.host_tier.slots  # type: ignore[union-attr]
@@ -327,11 +262,3 @@ def test_slots_of_a_long_sequence_are_few_runs() -> None:
     assert slots.made == 32
     assert [len(runs) for runs in slots.take([16])] == [1]
     slots.give(taken[1:], Fence())
-
-
-def test_a_copy_stays_in_one_chunk() -> None:
-    """CUDA refuses a copy over two allocations, also where they are neighbours."""
-    first, second = Chunk(1, PAGE, False), Chunk(2, PAGE, False)
-    runs = Run(first, 0, 1, PAGE), Run(second, 0, 1, 2 * PAGE), Run(second, 1, 1, 3 * PAGE)
-    words = copies([(0, at * PAGE, PAGE, run) for at, run in enumerate(runs)], [8], 1, 3 * PAGE // 8)
-    assert words.tolist() == [0, 8, PAGE - 8, PAGE + 8, 0, PAGE, 2 * PAGE, 2 * PAGE]

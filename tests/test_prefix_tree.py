@@ -8,9 +8,7 @@ from random import Random
 import pytest
 import torch
 from conftest import ROUNDS, randoms, small_driver
-from core_rows import Row
-from faulty import FaultyDriver
-from prefix_machine import Ids, PrefixMachine, Tables, View, common
+from prefix_machine import Ids, PrefixMachine, Tables, common, some_ids
 
 from vmmkv.core.cache import Cache
 from vmmkv.core.check import check
@@ -45,12 +43,6 @@ def found(tree: Prefixes, ids: Ids, key: int = 0) -> int:
     return out[TOKENS]
 
 
-def some_ids(random: Random, known: list[Ids], most: int) -> Ids:
-    """Ids that may begin like known ones."""
-    begin = random.choice(known)[: random.randint(0, most)] if known and random.random() < 0.8 else []
-    return (begin + [random.randrange(3) for _ in range(random.randint(1, 40))])[:most]
-
-
 def test_all_that_was_committed_is_found_to_the_token(random: Random) -> None:
     """Nothing is evicted, and no row goes to another sequence: hits are those of a list of all that was committed."""
     for large in (False, True):
@@ -69,66 +61,6 @@ def test_all_that_was_committed_is_found_to_the_token(random: Random) -> None:
                 ids = some_ids(random, known, 150)
                 assert found(tree, ids) == max(common(ids, each) for each in known)
         Tables(tree).check()
-
-
-@pytest.mark.parametrize("head_dim", [64, 36, 600])
-def test_a_router_knows_what_is_found(random: Random, head_dim: int) -> None:
-    """Where no row has tokens any more, a look-up finds what drained events say, but for part of a page."""
-    layout, view, known, queries, equal = KVLayout(2, 1, head_dim, torch.float32), View(), [], 0, 0
-    tree = new(900, 6, 120, layout, large=head_dim == 36)
-    record, cache = layout.record_bytes[0], tree.cache
-    while queries < 400:
-        for _ in range(6):
-            ids = some_ids(random, known, 120)
-            sequence, _ = tree.start(ids)
-            tree.commit(sequence, ids)
-            known.append(ids)
-            sequence.free()
-        tree.evict(random.choice([0, 5, 60]))
-        for row in range(cache.max_sequences):  # others get the rows
-            cache.start(row=row).free()
-        view.follow(tree)
-        for _ in range(40):
-            ids = some_ids(random, known[-30:], 120)
-            told, there = view.find((None, None, None), ids), found(tree, ids)
-            assert told <= there <= told + -(-4096 // record)
-            assert told == there or 4096 % record
-            queries, equal = queries + 1, equal + (told == there)
-        Tables(tree).check()
-    assert equal > queries // 2
-
-
-def test_names_keep_tokens_apart() -> None:
-    tree, ids = new(), [*range(20)]
-    names = ("a", b"a", 1, "1", None)
-    keys = [tree.key(salt, adapter, tenant) for salt in names for adapter in names for tenant in names]
-    assert len({*keys}) == len(names) ** 3
-    sequence, _ = tree.start(ids, tree.key("a", None, "t"))
-    tree.commit(sequence, ids)
-    others = [tree.key("a"), tree.key(None, "a"), tree.key("a", None, "u"), tree.key("b", None, "t")]
-    assert [tree.start(ids, key)[1] for key in others] == [0] * 4
-    assert tree.start(ids, tree.key("a", None, "t"))[1] == 19
-    with pytest.raises(ArgumentError):
-        tree.key(True)
-
-
-def test_a_hit_and_the_rest_of_its_pages_are_one_change_and_a_chat_goes_on_without_any() -> None:
-    driver = FaultyDriver(small_driver("cpu"))
-    pool = Pool(driver.inner, 100)
-    cache = Cache(pool, LAYOUT.record_bytes, 8, 200, large=False)
-    tree, plans = Prefixes(cache), []
-    change = pool.change
-    pool.change = lambda ask, plan, *words: plans.append(plan) or change(ask, plan, *words)  # type: ignore[assignment, func-returns-value]
-    ids = [*range(41)]
-    first, _ = tree.start(ids)
-    tree.commit(first, ids)
-    plans.clear()
-    second, cached = tree.start([*ids[:30], *range(100, 130)])
-    assert (cached, second.length, len(plans)) == (30, 60, 1)
-    first.free()
-    before = driver.changes
-    third, cached = tree.start([*ids, 7, 8])
-    assert (cached, third.length, driver.changes, len(plans)) == (41, 43, before, 1)
 
 
 def test_the_least_needed_goes_first() -> None:
@@ -167,23 +99,6 @@ def test_the_least_needed_goes_first() -> None:
     assert there() == {"high", "new"}
     assert tree.evict(1) == 1
     assert there() == {"high"}
-
-
-def test_what_live_sequences_use_is_not_evicted(random: Random) -> None:
-    tree, ids = new(), [random.randrange(9) for _ in range(50)]
-    row = Row(tree.start(ids)[0])
-    row.write(random, 0)
-    tree.commit(row.sequence, ids)
-    fork = Row(row.sequence.fork(), list(row.tokens))
-    tree.inherit(fork.sequence, row.sequence)
-    row.sequence.free()
-    assert tree.evict(1 << 30) == 0
-    assert found(tree, ids) == 50
-    fork.verify()
-    fork.sequence.truncate(20)
-    assert found(tree, ids) == 50  # on the row of the sequence that has ended
-    assert tree.evict(1 << 30) == 7
-    assert found(tree, ids) == 20
 
 
 @pytest.mark.parametrize("head_dim", [64, 36])

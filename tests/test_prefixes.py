@@ -273,19 +273,6 @@ def test_what_says_nothing_of_a_sequence_is_refused(error: type[Exception], matc
     assert world.cache.stats().rows["live"] == 0
 
 
-def test_what_begins_alike_shares_pages_while_both_live() -> None:
-    world = World(large_frames=False)
-    world.commit(world.start([1] * 40))
-    used = world.cache.stats().pages["used"]
-    second = world.start([1] * 40 + [2])
-    assert second.cached_tokens == 40
-    assert world.cache.stats().pages["used"] == used + 1
-    assert (world.cache.page_map() == vmmkv.SHARED_PAGE).sum() == used
-    chunked = world.cache.sequence(token_ids=[1] * 40 + [3] * 99, whole=False)
-    assert (chunked.length, world.cache.stats().pages["used"]) == (40, used + 1)
-    world.cache.check()
-
-
 @pytest.mark.parametrize("large_frames", [False, True])
 def test_pages_that_live_sequences_have_too_are_foretold(large_frames: bool) -> None:
     world = World(900, large_frames=large_frames)
@@ -317,23 +304,6 @@ def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list
         for first in (1, 2, 3, 4, 5, 6):
             world.commit(world.start([first] * 45 + [first]))
         world.check()
-
-
-@pytest.mark.parametrize("known_anew", [False, True])
-def test_what_is_written_over_is_known_no_more(known_anew: bool) -> None:
-    """Also behind the last full page, which no sequence shares, and the next one that takes the row would have."""
-    world = World()
-    world.free(world.start([1] * 40))
-    assert world.start([1] * 40).cached_tokens == 0, "not committed"
-    sequence = world.commit(world.start([1] * 21))
-    world.cache.unshare([sequence], 18)
-    world.ids[sequence][18:] = [2] * 3
-    world.write(sequence, 18)
-    if known_anew:
-        world.commit(sequence)
-    world.free(sequence)
-    assert world.start([1] * 18 + ([2] if known_anew else [1]) * 4).cached_tokens == (21 if known_anew else 18)
-    world.check()
 
 
 def test_what_the_system_refuses_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,31 +380,6 @@ def test_a_capture_changes_nothing() -> None:
     assert second.cached_tokens == 21
     assert torch.equal(second.k(0)[:21], first.k(0)[:21])
     world.cache.check()
-
-
-@pytest.mark.parametrize("is_free", [False, True])
-def test_known_tokens_are_read_behind_the_work_that_writes_them(is_free: bool) -> None:
-    device = SimulatedDevice(Random())
-    world = World(200, driver=device, large_frames=False)
-    first = world.cache.sequence(token_ids=[1] * 32)
-    device.finish()
-    states = first.k(0)
-
-    def compute() -> None:
-        states.fill_(7)
-
-    device.current.submit(compute)  # which runs late
-    first.commit([1] * 32)
-    if is_free:
-        first.free()
-    device.current = device.streams[1]
-    second = world.cache.sequence(token_ids=[*[1] * 32, 2])
-    assert second.cached_tokens == 32
-    device.streams[1].submit(lambda: seen.append(bool((second.k(0)[:32] == 7).all())))
-    seen: list[bool] = []
-    assert device.streams[1].queue[0]() is False, "it waits for the stream that writes"
-    device.finish()
-    assert seen == [True]
 
 
 @pytest.mark.usefixtures("undebugged")
