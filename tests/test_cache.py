@@ -274,15 +274,6 @@ def test_impossible_budgets(device: str, budget) -> None:
 # ---------------------------------------------------------------------- errors
 
 
-def test_more_sequences_than_rows(make_cache) -> None:
-    cache = make_cache(max_sequences=2)
-    kept = [cache.sequence(), cache.sequence()]
-    with pytest.raises(vmmkv.OutOfRowsError, match="max_sequences"):
-        cache.sequence()
-    kept.pop().free()
-    cache.sequence()
-
-
 def test_a_certain_row(make_cache) -> None:
     """Whether it is empty, parked, cut in front, or was shared."""
     cache = make_cache()
@@ -332,7 +323,8 @@ def test_use_after_free(make_cache, end: str, message: str) -> None:
     for call in calls + [cache.sequence, lambda: cache.kv(0), cache.stats, cache.trim] * (end == "close"):
         with pytest.raises(vmmkv.UseAfterFreeError, match=message):
             call()
-    sequence.free()
+    for end_again in (sequence.free, *[cache.close] * (end == "close")):
+        end_again()
     assert "gone" in repr(sequence)
 
 
@@ -382,6 +374,10 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
         "truncate": lambda: sequence.extend(-1),
         "another cache": lambda: cache.extend([stranger], 1),
         "belongs to": lambda: cache.fork_many(stranger, 1),
+        "from 4 on": lambda: cache.unshare([sequence], 4),
+        "-1": lambda: cache.unshare([sequence], -1),
+        "0.5": lambda: cache.unshare([sequence], 0.5),
+        "named twice": lambda: cache.unshare([sequence, sequence]),
         "count=-1": lambda: cache.fork_many(sequence, -1),
         "count=1.5": lambda: cache.fork_many(sequence, 1.5),
     }

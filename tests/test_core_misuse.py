@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from conftest import small_driver
-from core_rows import LAYOUT, Row, check_all, new_cache, new_pool, share_left
+from core_rows import LAYOUT, Row, check_all, new_cache, new_pool
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
@@ -63,31 +62,6 @@ def test_numbers_that_no_row_has(number: int) -> None:
             call(number)
         check_all(pool, cache)
         row.verify()
-
-
-def test_a_cache_that_is_closed() -> None:
-    """It starts no sequence, and is closed once: its addresses may belong to another by then."""
-    pool = new_pool()
-    cache = new_cache(pool)
-    row, parked = filled(cache), cache.start(5)
-    place, owner = parked.row, parked.ticket >> 24
-    parked.free()
-    cache.close()
-    again = new_cache(pool)
-    there = filled(again)
-    cache.close()
-    for call in (
-        partial(row.sequence.extend, 1),
-        row.sequence.fork,
-        partial(cache.start, 5),
-        partial(share_left, cache, place, 0, array("q", [0, 0])),
-    ):
-        with pytest.raises(UseAfterFreeError):
-            call()
-    assert cache.adopt_kept(place, owner, 0) is None
-    row.sequence.free()
-    check_all(pool, again)
-    there.verify()
 
 
 @pytest.mark.parametrize("call", ["unmap", "free", "synchronize"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections import Counter
-from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -17,7 +15,6 @@ from core_rows import Row, check_all, new_cache, new_pool
 from vmmkv.core import entries, mapper
 from vmmkv.core.cache import Cache
 from vmmkv.core.pool import Pool
-from vmmkv.driver.host import HostDriver
 from vmmkv.errors import BusyError, OutOfPagesError, OutOfRowsError
 
 
@@ -264,18 +261,3 @@ def test_finalizers_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     check_all(pool, cache)
     names = ("mapper trim", "mapper trim refused", "other trim refused", "mapper free", "mapper close")
     assert all(done[name] for name in names), done
-
-
-def test_a_cache_that_nothing_holds_gives_its_memory_back() -> None:
-    """At once; or with the pool's next change, where it is collected in the middle of one."""
-    pool = Pool(HostDriver(4096), 64)
-    for is_busy in (False, True):
-        cache = new_cache(pool)
-        sequence = cache.start(20)
-        assert pool.word("used") > 0
-        with pool.lock if is_busy else nullcontext():
-            del cache, sequence
-            gc.collect()
-            assert bool(pool.unclosed) == is_busy
-        pool.trim_to()
-        assert pool.word("used") == pool.word("created") == 0

@@ -12,7 +12,7 @@ from core_machine import Machine, Model
 from simulated_device import SimulatedDevice
 
 from vmmkv.core import reordering
-from vmmkv.core.reordering import ASIDE, in_order, reorder
+from vmmkv.core.reordering import reorder
 from vmmkv.errors import DriverError, UnsupportedError
 
 
@@ -78,19 +78,3 @@ def test_any_reorderings_among_any_operations(faults: bool) -> None:
         (machine := ReorderingMachine(random, faults=faults)).run(80)
         done += machine.done["do_reorder"] + machine.done["do_reorder_again"]
     assert done > 40 * ROUNDS
-
-
-def test_any_moves_are_put_in_order() -> None:
-    """Each move finds what its source held before all of them, with one place to keep a row aside."""
-    for random in randoms(200):
-        rows = random.sample(range(100), random.randint(1, 12))
-        moves = {row: source for row in rows if row != (source := random.choice(rows))}
-        if random.random() < 0.5:
-            shuffled = random.sample(rows, len(rows))
-            moves = {row: source for row, source in zip(rows, shuffled) if row != source}
-        place = {row: row for row in rows}
-        for to, source, row in in_order(moves):
-            place[to] = place[source]
-            assert place[to] == moves[row]
-        place.pop(ASIDE, None)
-        assert place == {row: moves.get(row, row) for row in rows}
