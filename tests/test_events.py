@@ -1,5 +1,5 @@
 """Events: what a router makes of them, in vLLM's words, is what there is; the log is bounded and wakes whoever
-waits; the publisher's frames are vLLM's."""
+waits; the publisher's frames are vLLM's, and what it queues for clients is bounded, however slowly they read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from itertools import count
+from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import join, run_python
 from ring import Ring
@@ -19,7 +21,9 @@ msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
 from vmmkv.events import Cleared, Event, EventLog, Stored, vllm  # noqa: E402
-from vmmkv.events.publisher import EventPublisher  # noqa: E402
+from vmmkv.events.publisher import MESSAGE_BYTES, EventPublisher  # noqa: E402
+
+MIB = 1 << 20
 
 
 def test_what_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +147,25 @@ def sockets() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def ask(dealer: zmq.Socket[bytes], first: int) -> list[list[bytes]]:
-    """All messages of a replay from a number on, the last one included."""
+def request(dealer: zmq.Socket[bytes], first: int) -> None:
+    """Asks for a replay from a number on."""
     dealer.send_multipart([b"", first.to_bytes(8, "big")])
-    replies: list[list[bytes]] = []
-    while not replies or replies[-1][-2] != b"\xff" * 8:
+
+
+def replies(dealer: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """All messages of a replay, the last one included."""
+    found: list[list[bytes]] = []
+    while not found or found[-1][-2] != b"\xff" * 8:
         assert dealer.poll(300_000)
         empty, *frames = dealer.recv_multipart()
         assert empty == b""
-        replies.append(frames)
-    return replies
+        found.append(frames)
+    return found
+
+
+def ask(dealer: zmq.Socket[bytes], first: int) -> list[list[bytes]]:
+    request(dealer, first)
+    return replies(dealer)
 
 
 def store(ring: Ring, tokens: Iterable[int]) -> None:
@@ -243,3 +256,62 @@ def test_a_publisher_keeps_a_bounded_past_and_says_what_was_dropped(sockets: zmq
     assert tokens_of(frames[2] for frames in replay(0)) == [6, 7, 8]
     log.close()
     publisher.close()
+
+
+CLIENTS = 60
+
+
+def client(sockets: zmq.Context[zmq.Socket[bytes]], endpoint: str | None, kind: int = zmq.DEALER) -> zmq.Socket[bytes]:
+    """One that keeps next to nothing that it has not read."""
+    socket = sockets.socket(kind)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RCVBUF, 4096)
+    if kind == zmq.SUB:
+        socket.subscribe("")
+    socket.connect(endpoint)
+    return socket
+
+
+def memory() -> int:
+    """Bytes that this process has, in which the clients are as well."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def numbers(replay: list[list[bytes]]) -> list[int]:
+    return [int.from_bytes(frames[-2], "big") for frames in replay[:-1]]
+
+
+def test_many_that_ask_and_do_not_read(sockets: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """8 bytes each: for none is more queued than two messages, others are served, and who reads late misses nothing."""
+    log, local, first = EventLog(16), "tcp://127.0.0.1:*", count(1 << 20)
+    ring = Ring(log)
+
+    def store_large(events: int) -> None:
+        """Some 20 KB each."""
+        for _ in range(events):
+            ring.store(np.arange(4000) + next(first))
+
+    with EventPublisher(log, local, replay_endpoint=local, max_replay_bytes=8 * MIB) as publisher:
+        subscribers = [client(sockets, publisher.endpoint, zmq.SUB) for _ in range(CLIENTS)]
+        assert len(subscribers) == CLIENTS
+        store_large(600)  # 12 MB
+        honest, last, kept = client(sockets, publisher.replay_endpoint), -1, [0]
+        while kept[0] == 0 or last < kept[-1]:  # until more was published than is kept, and nothing more comes
+            last = kept[-1]
+            kept = numbers(ask(honest, 0)) or [0]
+        before = memory()
+        stalled = [client(sockets, publisher.replay_endpoint) for _ in range(CLIENTS)]
+        for _ in range(3):
+            for each in stalled:
+                request(each, 0)
+        replay = ask(honest, 0)
+        kept, sizes = numbers(replay), [len(frames[-1]) for frames in replay]
+        store_large(10)
+        ask(honest, kept[-1] + 1)
+        assert memory() - before < 32 * MIB  # a replay for each is 480
+        assert kept == list(range(kept[0], kept[-1] + 1))
+        assert 7 * MIB < sum(sizes) <= 8 * MIB
+        assert max(sizes) <= MESSAGE_BYTES
+        late = numbers(replies(stalled[0]))
+        assert set(late) == set(range(min(late), max(late) + 1))
+        assert max(late) >= kept[-1]
