@@ -17,7 +17,7 @@ from conftest import PATIENCE, join
 from parity.batching import Answer, answer
 from test_continuous_batching import Served, answers, check_batch, on_rows, pool
 from test_continuous_batching import model as model
-from tiny_models import VOCABULARY, WINDOW, tiny_model
+from tiny_models import VOCABULARY, WINDOW, shortened, tiny_model
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import initialization, model_runner
 
@@ -153,34 +153,19 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         assert served.cache.stats().cached_tokens > 0
 
 
-class Adapters:
-    """In the place of `Weights`: the adapter in use."""
-
-    def __init__(self) -> None:
-        self.used: list[str] = ["one"]
-
-    def use(self, name: str) -> None:
-        self.used += [name] * (name != self.used[-1])
-
-    def switches(self) -> int:
-        return len(self.used)
-
-    def key(self) -> str:
-        return self.used[-1]
-
-
 ONE = Ranks(SimpleNamespace(tp_size=1, tp_local_rank=0))
 
 
 def test_what_two_adapters_have_made_is_nobodys_beginning_nor_what_forks_from_it() -> None:
-    ids, layout, adapters = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), Adapters()
+    ids, layout, used = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), ["one"]
+    adapters: Any = SimpleNamespace(switches=lambda: len(used), key=lambda: used[-1])
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
         requests = Requests([cache], [0], adapters, ONE, reuse=True)
         requests.begin("before", 40, ids)
         assert requests.admit("before", 0, 40, expected=40)
-        adapters.use("other")
+        used.append("other")
         assert requests.fork("before", ["child"]) == ["child"]
-        adapters.use("one")
+        used.append("one")
         requests.begin("behind", 40, ids)
         assert requests.admit("behind", 0, 40, expected=40)
         news = [requests.has_news(name, 40, is_over=True) for name in ("before", "child", "behind")]
@@ -396,15 +381,18 @@ def test_compiled_passes_give_the_tokens_of_generate(model: PreTrainedModel) -> 
         programs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
+    model = shortened(model)
     expected = answers(model, Random(), 6)
     compiling = transformers.CompileConfig(mode=None, backend=compile_)
     rows.enable(model, max_bytes="16MiB", max_seq_len=300)
     torch.compiler.reset()
-    with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling) as served:
+    few: dict[str, Any] = {"max_batch_tokens": 16, "max_requests_per_batch": 4}  # each size of a batch is compiled
+    with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling, **few) as served:
         served.check(expected)
     kinds = len({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
     assert kinds <= sum(sum("linear" in target for target in targets) >= 2 for targets in programs) <= 8 * kinds
     torch.compiler.reset()
+    rows.disable(model)
 
 
 @pytest.mark.gpu

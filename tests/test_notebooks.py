@@ -18,7 +18,7 @@ RUNS = [NOTEBOOKS[1::-1], NOTEBOOKS[2:]]
 """Notebooks that share a process: most of their time is imports. The second one switches Numba's simulator on before
 Numba is imported; those from the third on import transformers."""
 
-FEWER = {"num_hidden_layers=8": "num_hidden_layers=2", "tokens=100": "tokens=30"}
+FEWER = {"num_hidden_layers=8": "num_hidden_layers=1", "tokens=100": "tokens=30"}
 """What a processor runs in place of what a GPU does: models of fewer layers, and shorter answers."""
 
 RUN = """
