@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 
 import torch
@@ -16,6 +18,7 @@ from vmmkv.core.check import check
 from vmmkv.core.pool import LARGE, Ask, Pool
 from vmmkv.core.sequence import Sequence
 from vmmkv.driver.driver import Driver
+from vmmkv.errors import OutOfPagesError, OutOfRowsError
 from vmmkv.layout import KVLayout
 
 LAYOUT = KVLayout(3, 1, 64, torch.float32, layers_per_range=2)
@@ -113,3 +116,28 @@ def share_left(
         cache.free((sequence,))
         raise
     return sequence
+
+
+def use_everything(cache: Cache) -> None:
+    """Makes calls of every kind, with other threads, until the process ends or somebody closes the cache."""
+    random, live, pool = Random(), [cache.start()], cache.pool
+    calls: list[Callable[[Sequence], object]] = [
+        lambda _: cache.start(random.choice([0, 3, 40])),
+        Sequence.fork,
+        lambda each: each.extend(min(random.choice([0, 1, 7, 40]), 200 - each.length)),
+        lambda _: cache.batch(each for each in live if each.length < 200).extend(),
+        lambda each: each.truncate(random.randint(each.start, each.length)),
+        lambda each: each.release_before(random.randint(each.start, each.length)),
+        lambda each: cache.part(each.ticket, each.start),
+        lambda _: pool.trim_to(random.choice([0, 50])),
+        lambda _: pool.limit_to(random.choice([150, 190])),
+    ]
+    with suppress(BaseException):
+        while True:
+            with suppress(OutOfPagesError, OutOfRowsError):
+                made = random.choice(calls)(random.choice(live))
+                live += [made] if isinstance(made, Sequence) else []
+            if len(live) > 5:
+                gone = live.pop(random.randrange(len(live)))
+                if random.random() < 0.5:  # others are collected
+                    gone.free()

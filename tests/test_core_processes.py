@@ -26,8 +26,7 @@ def test_children_that_are_killed_leave_nothing_behind() -> None:
 
 KILLED = """
     import os, random, signal, threading, time
-    from core_rows import Row, check_all, new_cache, new_pool
-    from test_core_threads import Worker
+    from core_rows import Row, check_all, new_cache, new_pool, use_everything
 
     pool = new_pool()
     cache = new_cache(pool, lookahead=9)
@@ -38,9 +37,8 @@ KILLED = """
         child = os.fork()
         if child == 0:
             own = new_pool()
-            workers = [Worker(new_cache(own, lookahead=9), random.Random()) for _ in range(3)]
-            for worker in workers:
-                threading.Thread(target=worker.run).start()
+            for _ in range(3):
+                threading.Thread(target=use_everything, args=(new_cache(own, lookahead=9),)).start()
             os.write(outside, b"x")
             time.sleep(60)
         os.read(inside, 1)
@@ -136,8 +134,7 @@ def test_the_interpreter_ends_while_daemon_threads_are_in_every_call(is_interrup
 
 ENDING = """
     import random, signal, threading, time
-    from core_rows import new_cache, new_pool
-    from test_core_threads import Worker
+    from core_rows import new_cache, new_pool, use_everything
     from vmmkv.errors import VmmkvError
 
     signal.alarm(120)  # it is not to take for ever
@@ -157,9 +154,8 @@ ENDING = """
                     pass
 
     kept = [Finalized(cache.start(5)) for cache in caches]
-    workers = [Worker(caches[index % 3], random.Random()) for index in range(6)]
-    for worker in workers:
-        threading.Thread(target=worker.run, daemon=True).start()
+    for index in range(6):
+        threading.Thread(target=use_everything, args=(caches[index % 3],), daemon=True).start()
     time.sleep(random.random() * 0.2)
     if sys.argv[1] == "1":
         for line in range(30):
