@@ -123,7 +123,7 @@ class Machine:
     def __init__(self, random: Random, *, faults: bool = True) -> None:
         self.random, self.faults = random, faults
         self.device = SimulatedDevice(random)
-        self.device.inner.memory_info = lambda: (1 << 20, 1 << 20)  # type: ignore[method-assign]
+        self.device.memory = 1 << 20
         self.pool = Pool(self.device.inner, random.choice([12, 40, 90]), poison=random.random() < 0.2)
         self.pool.mapper = NoMapper()
         self.caches = [self.new_cache() for _ in range(random.choice([1, 1, 2]))]

@@ -75,6 +75,8 @@ class SimulatedDevice(FaultyDriver):
         streams: how many there are.
     """
 
+    memory = 1 << 40
+    """Tables of a pool are for all memory of its device, and stay mapped: tests of many pools have little."""
     host: ClassVar[dict[int, int]] = {}
     """By address, bytes of host memory that may be used."""
     calls = (*CALLS, "record", "synchronize", "new_stream", "query", "wait", "wait_for")
@@ -90,7 +92,7 @@ class SimulatedDevice(FaultyDriver):
         """Streams of all events, in the order in which they were recorded."""
 
     def memory_info(self) -> tuple[int, int]:
-        return 1 << 40, 1 << 40
+        return self.memory, self.memory
 
     def current_stream(self) -> Stream:
         return self.current

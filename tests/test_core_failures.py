@@ -20,19 +20,13 @@ from vmmkv.core.pool import Ask, Pool
 from vmmkv.errors import DriverError, OutOfPagesError
 
 
-class Device(SimulatedDevice):
-    """Tables of a pool are for all memory of its device, and stay mapped: there is little."""
-
-    def memory_info(self) -> tuple[int, int]:
-        return 1 << 20, 1 << 20
-
-
 class Stage:
     """A pool on a device with late streams, two caches, and rows of every kind."""
 
     def __init__(self, seed: int) -> None:
         random = self.random = Random(seed)
-        self.device = Device(random)
+        self.device = SimulatedDevice(random)
+        self.device.memory = 1 << 20
         self.pool = Pool(self.device.inner, 80)
         self.cache = new_cache(self.pool, rows=7, large=seed % 2 == 0, overread=seed % 3)
         self.other = new_cache(self.pool, rows=3, scrub=True)

@@ -1,4 +1,4 @@
-"""Fills of the compiled core, on a device whose work runs late: no page goes while a fill of it is under way."""
+"""Fills of the compiled core. That no page goes while a fill of it is under way is for `test_core.py` to say."""
 
 from __future__ import annotations
 

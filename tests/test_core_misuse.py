@@ -99,14 +99,11 @@ def test_a_cache_that_cannot_be_closed_is_closed_later(call: str) -> None:
 class CapturingDevice(SimulatedDevice):
     """A device on which graphs may be captured: a call that would spoil a graph is misuse."""
 
-    functions = (*SimulatedDevice.functions, "is_capturing")
+    functions, memory = (*SimulatedDevice.functions, "is_capturing"), 1 << 20
 
     def __init__(self, random: Random) -> None:
         self.captured: set[int] = set()
         super().__init__(random)
-
-    def memory_info(self) -> tuple[int, int]:
-        return 1 << 20, 1 << 20
 
     def _c_is_capturing(self, handle: int, out: int) -> None:
         ctypes.c_int64.from_address(out).value = handle in self.captured
