@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import on_driver, seed_alone
-from faulty import FaultyDriver
+from conftest import seed_alone
 from generation import LENGTHS, PAGE_SIZE, caches, generate, left_padding, pages, random_tokens, vmm_cache
 from generation import kernels_for_all as kernels_for_all
 from generation import reference_kernels as reference_kernels
@@ -25,7 +23,6 @@ from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, Mistra
 
 import vmmkv
 from vmmkv.core.pool import LARGE
-from vmmkv.driver.driver import open_driver
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
 
@@ -64,13 +61,6 @@ def check(cache: VmmCache, reference: DynamicCache) -> None:
 
 def used(cache: VmmCache) -> int:
     return sum(pages(cache))
-
-
-def on_faulty() -> tuple[FaultyDriver, VmmCache, DynamicCache]:
-    """A driver whose calls can fail, a cache on it, and what that is compared with."""
-    driver, config = FaultyDriver(open_driver("cpu", 4096)), LlamaConfig(**DECODER)
-    pool = on_driver(driver, vmmkv.FramePool, "16MiB")
-    return driver, VmmCache(config, 400, pool=pool), DynamicCache(config=config)
 
 
 def full_pages(cache: VmmCache, tokens: int) -> int:
@@ -146,26 +136,6 @@ def test_what_is_full_lies_in_memory_once() -> None:
             kv_cache.check()
 
 
-def test_who_looks_at_keys_may_write_to_them() -> None:
-    """Before or after a copy was made, in the copy or in what it was made of."""
-    cache, reference = pair(2, 50)
-    twin, expected = copy.deepcopy(cache), copy.deepcopy(reference)
-    for each in (twin, expected):
-        each.layers[1].keys.zero_()
-        each.layers[2].values[:, :, 3] = 7
-    check(cache, reference)
-    check(twin, expected)
-    views = [each.layers[0].keys for each in (twin, expected)]
-    again, expected_again = copy.deepcopy(twin), copy.deepcopy(expected)
-    for keys in views:
-        keys.fill_(3)
-    check(again, expected_again)
-    check(twin, expected)
-    twin.reset()
-    forward(2, 50, twin)
-    assert copy.deepcopy(twin).kv_caches == twin.kv_caches, "nobody looks at what is there now"
-
-
 @pytest.mark.usefixtures("kernels_for_all")
 @pytest.mark.parametrize("compile", [False, True])
 def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
@@ -180,25 +150,6 @@ def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
     forward(2, 3, cache, reference)
     check(cache, reference)
     check(twin, expected)
-
-
-@pytest.mark.parametrize("call", ["copy", "map", "set_access", "create"])
-def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
-    for skip in range(6):
-        driver, cache, reference = on_faulty()
-        forward(2, 50, cache, reference)
-        copies = [copy.deepcopy(cache)]
-        fault = driver.fail(call, skip)
-        with suppress(vmmkv.DriverError):
-            copies.append(copy.deepcopy(cache))
-        driver.heal()
-        copies.append(copy.deepcopy(cache))
-        assert fault.was_met or skip
-        for each in copies:
-            forward(2, 3, each, copy.deepcopy(reference))
-        check(cache, reference)
-        for kv_cache in cache.kv_caches:
-            kv_cache.check()
 
 
 # ---------------------------------------------------------------------- sequences of one cache
@@ -223,21 +174,6 @@ def test_a_window_of_one_token_keeps_none_to_share() -> None:
     prompts = random_tokens(model, 1, 40).repeat(3, 1)
     cache = VmmCache(model.config, 200, page_size=PAGE_SIZE["cpu"])
     assert torch.equal(generate(model, prompts, past_key_values=cache), generate(model, prompts, use_cache=False))
-
-
-def test_a_batch_without_room_for_more_is_as_before() -> None:
-    cache, reference = pair(2, 130, max_bytes=90 * PAGE_SIZE["cpu"], max_batch_size=32)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        cache.batch_repeat_interleave(15)
-    with pytest.raises(vmmkv.OutOfRowsError):
-        cache.batch_repeat_interleave(17)
-    forward(2, 1, cache, reference)
-    for each in (cache, reference):
-        each.batch_repeat_interleave(2)
-    forward(4, 1, cache, reference)
-    with pytest.raises(vmmkv.OutOfPagesError):
-        check(cache, reference)  # who may write to what is shared needs copies
-    forward(4, 1, cache, reference)
 
 
 # ---------------------------------------------------------------------- frame pools
@@ -274,45 +210,6 @@ def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None
     assert tight.pools[0].stats().physical_bytes <= taken * PAGE_SIZE[device]
     for kv_cache in tight.kv_caches:
         kv_cache.check()
-
-
-def test_two_models_run_out_only_together(device: str) -> None:
-    pool = make_pool(device, 16)
-    one, other = full_layers(pool), full_layers(pool)
-    fill(one, 1, 8 * 4, device)
-    fill(other, 1, 8 * 10, device)  # more than a half
-    assert (pages(one), pages(other)) == ([4], [10])
-    fill(one, 1, 8 * 2, device)
-    for cache in (one, other):
-        with pytest.raises(vmmkv.OutOfPagesError):
-            fill(cache, 1, 8, device)
-    other.reset()
-    fill(one, 1, 8 * 10, device)  # pages that are still mapped in the other one
-    assert pages(one) == [16]
-    with pytest.raises(vmmkv.OutOfPagesError):
-        fill(other, 1, 1, device)
-    del one
-    gc.collect()
-    fill(other, 1, 8 * 16, device)
-    assert pages(other) == [16]
-    assert pool.stats().holders == 1
-    assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
-
-
-def test_copies_lie_on_the_same_pool(device: str) -> None:
-    own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
-    pool = make_pool(device)
-    given = full_layers(pool)
-    for cache in (own, given):
-        fill(cache, 2, 5, device)
-    twin, shared = copy.deepcopy(own), copy.deepcopy(given)
-    assert twin.pools == own.pools
-    assert own.pools[0].limit_pages == 32
-    assert shared.pools == given.pools == [pool]
-    assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
-    for cache, reference in ((twin, own), (shared, given)):
-        for states, expected in zip(cache, reference, strict=True):
-            assert all(map(torch.equal, states[:2], expected[:2]))
 
 
 def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
