@@ -262,15 +262,6 @@ def test_requests_that_would_end_all_are_refused_when_they_are_asked_for(model: 
     assert "generate_batch" not in vars(model)
 
 
-def test_attention_is_as_before_where_nothing_was_started(model: PreTrainedModel) -> None:
-    model.init_continuous_batching(**config()).destroy()
-    assert model.config._attn_implementation == "eager"
-    rows.enable(model, max_bytes=1)
-    with pytest.raises(vmmkv.BudgetError, match="max_bytes"), model.continuous_batching_context_manager(**config()):
-        pass
-    assert model.config._attn_implementation == "eager"
-
-
 def test_rows_are_those_that_were_last_asked_for(model: PreTrainedModel) -> None:
     """Also where transformers has kept a manager, with rows or with blocks."""
     rows.disable(model)

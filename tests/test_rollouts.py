@@ -63,24 +63,6 @@ def test_a_persistent_manager_gives_memory_back_behind_each_call(model: PreTrain
     assert physical(pool) == 0
 
 
-def test_weights_may_change_between_calls(model: PreTrainedModel) -> None:
-    """Prefixes from before are not found then."""
-    rows.enable(model, pool=make_pool(), persistent=True)
-    for step in range(3):
-        rows.sleep(model)
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-        ids = torch.randint(2, VOCABULARY, (2, 12))
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        rows.disable(model)
-        expected = answers(model, 3)
-        rows.enable(model, pool=make_pool(), persistent=step > 0)
-        check(model, expected)
-
-
 def test_running_requests_go_on_after_a_sleep(model: PreTrainedModel) -> None:
     """Memory is at 0 meanwhile, and the model may be trained; then they go on."""
     pool, expected, slept, refused = make_pool(), answers(model, 5, new=100), 0, 0
@@ -152,21 +134,6 @@ def test_failed_requests_are_raised_where_that_was_asked_for(model: PreTrainedMo
 
 
 # ---------------------------------------------------------------------- several threads, callers and failures
-
-
-def test_one_thread_puts_to_sleep_and_another_wakes(model: PreTrainedModel) -> None:
-    """The first may stop it then, and the second may not stop it in a pause, which would wait forever."""
-    with Served(model) as served, ThreadPoolExecutor(1) as other:
-        rows.sleep(model)
-
-        def wake_and_stop() -> None:
-            rows.wake(model)
-            with served.manager.pause(), pytest.raises(RuntimeError, match="inside a pause"):
-                served.manager.stop(timeout=0.1)
-
-        other.submit(wake_and_stop).result(PATIENCE)
-        served.manager.stop()
-        assert not served.manager.is_running()
 
 
 def test_many_threads_put_to_sleep_and_wake(model: PreTrainedModel) -> None:
