@@ -13,7 +13,6 @@ from transformers import StaticCache
 
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, QWEN
-from benchmarks.generate.decode import Watched
 from benchmarks.generate.tables import tables
 from vmmkv.integrations.transformers import VmmCache
 
@@ -75,17 +74,6 @@ def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch)
     wrong = wrong_cells(run(CPU, HOST, layers=2, budget_seconds=600))
     vmm = [cell for cell in CPU.cells() if cell.contender.cache is VmmCache and not cell.contender.compiled]
     assert [cell["contender"] for cell in wrong] == [cell.contender.name for cell in vmm]
-
-
-def test_copies_are_counted() -> None:
-    a, b = torch.ones(4, 6), torch.ones(4, 2)
-    with Watched() as watched:
-        a[:, 1:3].t().contiguous()  # 8 values
-        torch.cat([a, b], dim=1)  # 32
-        a[:2].copy_(a[2:])  # 12
-        a.index_copy_(1, torch.tensor([0, 3]), b)  # 8
-        a.view(6, 4).sum() + a.t()[0].mul(2).max()
-    assert watched.copied_bytes == 4 * (8 + 32 + 12 + 8)
 
 
 @pytest.mark.gpu

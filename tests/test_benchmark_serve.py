@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from benchmarks import batching, tables
 from benchmarks.engine.model import MODELS
 from benchmarks.engine.run import Run
-from benchmarks.generate.models import CONFIGS, token_bytes
 from benchmarks.serve.__main__ import main
-from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
+from benchmarks.serve.measure import figures, quantiles, same_tokens
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.workload import Request
 
@@ -131,27 +130,6 @@ def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, trace: list[st
     assert options["packages"]["torch"] == version("torch")
 
 
-def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, trace: list[str], tmp_path: Path) -> None:
-    (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
-    both = "--backends", "vmm", "--backends", "vllm", "--rounds", "1"
-    result = measured(tmp_path, *trace, *both, "--vllm", str(vllm.parent))
-    assert [row["backend"] for row in result["serving"]] == ["vmm"]
-    ((backend, reason),) = [(row["backend"], row["reason"]) for row in result["skipped"]]
-    assert backend == "vllm"
-    assert "there are no kernels for this device" in reason
-
-
-def test_vllm_serves_beside_continuous_batching(vllm: Path) -> None:
-    workload = make_workload(None, Limits(6, 1 << 40, 512, 512, 16), seed=0)
-    told = batching.serve_with_vllm(vllm.parent, "tiny", workload, 1 << 20, 60)
-    assert (told["version"], told["reason"]) == ("0.23.0", "")
-    assert told["options"]["num_gpu_blocks_override"] * 16 * token_bytes(CONFIGS["tiny"]) == 1 << 20
-    tokens = pytest.approx(sum(each.output for each in workload.requests))
-    served = [(row["round"], row["finished"], row["tokens_per_s"] * row["seconds"]) for row in told["served"]]
-    assert served == [(number, 6, tokens) for number in range(3)]
-    assert "no module vllm" in batching.serve_with_vllm(None, "tiny", workload, 1 << 20, 60)["reason"]
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_continuous_batching_is_measured_on_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -215,14 +193,6 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
     assert "conversations, saturation, vmm, round 3" in missed
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--backends", "stack"), ("--model", "no-such"), ("--json", "no/such/folder/result.json")],
-)
-def test_what_is_unknown_is_refused(option: str, value: str) -> None:
-    assert run_benchmark(option, value).exit_code == 2
-
-
 def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f'{{"input_length": {n}, "output_length": 10}}\n' for n in (90, 990, 50, 40, 30)))
@@ -261,15 +231,3 @@ def test_figures_of_a_run() -> None:
     assert same_tokens(run, other) == 1.0
     other.tokens[20] = -1  # the only output of the second
     assert same_tokens(run, other) == 0.5
-
-
-def test_the_run_with_the_median_throughput_is_reported() -> None:
-    def row(speed: float, finished: int = 3) -> dict[str, Any]:
-        times = {"ttft_s": {"p50": 1.0}, "manager_step_us": {"p99": 2 * speed}}
-        return times | {"output_tokens_per_s": speed, "finished": finished, "requests": 3}
-
-    rows = [row(5.0), row(9.0), row(7.0), row(1.0, finished=2), row(8.0)]
-    found = middle(rows)
-    assert found.items() >= (row(7.0) | {"rounds": [5.0, 9.0, 7.0, 8.0]}).items()
-    assert found["each_round"]["manager_p99_us"] == [10.0, 18.0, 14.0, 16.0]
-    assert middle(rows[3:4]).items() >= (rows[3] | {"rounds": [1.0]}).items()

@@ -324,10 +324,3 @@ def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path:
     assert found.keys() == {"fails", "prints", "writes"}
     assert found["fails"] == "old"
     assert json.loads(found["writes"]) == {"environment": 2}
-
-
-def test_what_runs_can_be_chosen(results: Path) -> None:
-    listed = run_all("--list", "--only", "fails").stdout
-    assert "fails" in listed
-    assert "prints" not in listed
-    assert run_all("--only", "nothing").exit_code == 2

@@ -10,47 +10,38 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 
 from benchmarks import environment
 
 
-def test_the_commit_is_that_of_the_code() -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("a copy without its history")
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
-    commit, *dirty = environment.environment(torch.device("cpu"))["commit"].split("-")
-    assert len(commit) >= 12
-    assert head.startswith(commit)
-    assert dirty in ([], ["dirty"])
-
-
-def test_a_copy_without_its_history_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "benchmarks" / "environment.py"))
-    monkeypatch.delenv("VMMKV_COMMIT", raising=False)
-    assert environment.environment(torch.device("cpu"))["commit"] == "unknown"
-    monkeypatch.setenv("VMMKV_COMMIT", "0123abc")
-    assert environment.environment(torch.device("cpu"))["commit"] == "0123abc"
-
-
-def test_results_that_were_written_since_change_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> None:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
-
+def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is said of a copy without its history. Results that were written since change no code."""
     code, result = tmp_path / "benchmarks" / "environment.py", tmp_path / "result.json"
     code.parent.mkdir()
+    monkeypatch.setattr(environment, "__file__", str(code))
+    monkeypatch.setenv("VMMKV_COMMIT", "0123abc")
+    assert commit() == "0123abc"
+    monkeypatch.delenv("VMMKV_COMMIT")
+    assert commit() == "unknown"
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
     code.write_text("")
     result.write_text("")
     git("init")
     git("add", "-A")
     git("commit", "-m", "as it was")
-    monkeypatch.setattr(environment, "__file__", str(code))
-    monkeypatch.delenv("VMMKV_COMMIT", raising=False)
     result.write_text("1")
-    assert not environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
+    assert len(commit()) >= 12
+    assert git("rev-parse", "HEAD").startswith(commit())
     code.write_text("1")
-    assert environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
+    assert commit().endswith("-dirty")
+
+
+def commit() -> str:
+    return str(environment.environment(torch.device("cpu"))["commit"])
 
 
 def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

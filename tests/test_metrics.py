@@ -306,32 +306,3 @@ def test_a_reader_that_goes_or_does_not_read_stops_nobody(monkeypatch: pytest.Mo
         reader.connect(f"\0{name}")
         soon(lambda: len(top()) == 1)
         reader.close()
-
-
-def test_the_table() -> None:
-    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
-    cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
-    kept = cache.sequence(20)
-    ids = np.arange(30)
-    with cache.sequence(token_ids=ids[:20]) as first:
-        first.commit(ids[:20])
-    cached = cache.sequence(token_ids=ids)  # 20 of 50 tokens were there
-    vmmkv.publish()
-    (record,) = top()
-    record["command"] = "python [/bold] serve.py"
-    record["pools"] = [each for each in record["pools"] if each["number"] == pool.number]
-    earlier = json.loads(json.dumps(record))
-    earlier["time"] -= 2
-    for call in earlier["pools"][0]["driver_calls"].values():
-        call["seconds"] = 0.0
-    for call in record["pools"][0]["driver_calls"].values():
-        call["seconds"] = 0.001
-    columns, name, figures = draw([record], [earlier]).plain.splitlines()
-    assert name == f"{os.getpid()} python [/bold] serve.py, pool {pool.number} (cpu)"
-    assert max(map(len, (columns, name, figures))) < 80
-    rate = f"{len(record['pools'][0]['driver_calls']) / 2:.1f}"
-    shown = ["160 KiB", "28 KiB", "28 KiB", "2", f"{kept.length + cached.length}", "40%", "0%", rate, "0.0"]
-    assert figures.split() == " ".join(shown).split()
-    vmmkv.unpublish()
-    result = CliRunner().invoke(app, ["top", "--once"])
-    assert "vmmkv.publish()" in result.stdout

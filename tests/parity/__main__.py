@@ -30,7 +30,6 @@ if not torch.cuda.is_available():
 import transformers
 import typer
 from rich.progress import Progress
-from rich.table import Table
 
 from vmmkv.cli.output import Device, console, errors
 
@@ -39,14 +38,6 @@ from .check import CASES, Outcome, check
 from .models import UNPADDED, kinds, why_left_out
 from .sizes import check_size
 
-LOOKS = {
-    "same": "green",
-    "differs": "bold red",
-    "failed": "bold red",
-    "refused": "yellow",
-    "static": "dim",
-    "none": "dim",
-}
 LAYOUT = "layout/DynamicCache"
 COLUMNS = [*map("/".join, CASES), "rows/continuous batching", LAYOUT]
 
@@ -91,19 +82,13 @@ def quiet() -> None:
 
 
 def show(results: dict[str, dict[str, Outcome]], left_out: dict[str, str]) -> None:
-    table = Table("model", *(column.replace("/", "\n").replace("Cache", "") for column in COLUMNS), "vmmkv runs")
+    """Prints what became of each case of a kind, and of each case in all."""
     for kind, ran in results.items():
-        looks = [f"[{LOOKS[ran[each].verdict]}]{ran[each].verdict}" if each in ran else "" for each in COLUMNS]
-        table.add_row(kind, *looks, "" if kind in left_out else attention_of(ran[COLUMNS[0]]))
-    console.print(table)
-    for kind, ran in results.items():
+        said = [left_out[kind]] if kind in left_out else [attention_of(ran[COLUMNS[0]])]
+        said += [UNPADDED[kind]] if kind in UNPADDED else []
+        console.print(f"{kind} ({'; '.join(said)})", markup=False)
         for case, outcome in ran.items():
-            if outcome.verdict not in ("same", "static") and (outcome.verdict, outcome.attention) != ("none", "sdpa"):
-                console.print(f"{kind}, {case}: {outcome.verdict}: {outcome.detail}", markup=False)
-    for kind in results:
-        for what, reasons in (("left out", left_out), ("run without padding", UNPADDED)):
-            if kind in reasons:
-                console.print(f"{what}: {kind}: {reasons[kind]}", markup=False)
+            console.print(f"    {case}: {outcome.verdict} {outcome.detail}", markup=False)
     for case in COLUMNS:
         counts = Counter(ran[case].verdict for ran in results.values() if case in ran)
         console.print(f"{case}: {', '.join(f'{number} {verdict}' for verdict, number in counts.items())}", markup=False)
