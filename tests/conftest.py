@@ -29,7 +29,7 @@ import faulty
 import leftovers
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 import vmmkv
 from vmmkv.compiled.code import digest, make
@@ -42,12 +42,9 @@ ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
 
 SLOWNESS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 """What is said of a machine, and of bad luck, is no failure."""
-# `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
 CALM = settings(settings.get_profile("default"), deadline=None, suppress_health_check=SLOWNESS, print_blob=True)
 settings.register_profile("default", CALM, max_examples=50 * ROUNDS)
 settings.load_profile("default")  # where CI is set Hypothesis would take one of its own: the same examples in each run
-settings.register_profile("quick", CALM, max_examples=50, phases=[Phase.generate])
-settings.register_profile("long", CALM, max_examples=2500, stateful_step_count=100)
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory

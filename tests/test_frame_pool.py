@@ -359,28 +359,6 @@ def test_a_lease_takes_nothing_from_another() -> None:
     device.end(first)
 
 
-def test_what_a_block_has_not_made_can_be_reserved_by_others() -> None:
-    device = Device(20)
-    lease = device.lease(20)
-    lease.grow()
-    assert device.allocate(6 * PAGE)
-    with pytest.raises(BudgetError, match="14 are neither used nor reserved"):
-        device.cache(reserved=15 * PAGE)
-    with pytest.raises(OutOfPagesError) as caught:
-        device.pool.set_limit(5 * PAGE)
-    assert (caught.value.requested, caught.value.available) == (5, 6)
-    lease.shrink()
-    cache = device.cache(reserved=14 * PAGE)
-    lease.grow()
-    assert not device.allocate(1 * PAGE)
-    assert cache.sequence(14 * 8).length == 14 * 8
-    with pytest.raises(BudgetError):
-        Lease(device.pool, device.functions.allocator, 20, 1)
-    device.check()
-    cache.close()
-    device.end(lease)
-
-
 @pytest.mark.parametrize("name", ["grow", "shrink", "give", "end", "limit"])
 def test_a_lease_that_was_interrupted(name: str) -> None:
     """At any line: the books are right, and what was made is as it was."""

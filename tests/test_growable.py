@@ -19,7 +19,6 @@ from vmmkv.layout import KVLayout
 from vmmkv.pool import FramePool
 from vmmkv.torch.growable_tensor import GrowableTensor
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64)
 PAGE, MIB = 4096, 1 << 20
 BUDGET = 8
@@ -104,7 +103,6 @@ class Grown:
         assert not self.driver.ranges
 
 
-@DEVICES
 def test_a_growable_tensor_is_a_tensor(device: str) -> None:
     for random in randoms(40):
         each = Grown(random, device)
@@ -113,7 +111,6 @@ def test_a_growable_tensor_is_a_tensor(device: str) -> None:
         each.end()
 
 
-@DEVICES
 def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
     grown = GrowableTensor((100, 3), torch.float32, device)
     grown.append(torch.ones(2, 3, device=device))

@@ -26,10 +26,6 @@ GEMMA_3_27B = {
     },
     "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_hidden_layers": 27},
 }  # fmt: skip
-GEMMA_3_12B = {"model_type": "gemma3", "text_config": {
-    "hidden_size": 3840, "model_type": "gemma3_text", "num_attention_heads": 16, "num_hidden_layers": 48,
-    "num_key_value_heads": 8,  # the class's head_dim is 256, and not hidden_size / num_attention_heads
-}}  # fmt: skip
 GEMMA_4 = {
     "model_type": "gemma4_text", "global_head_dim": 512, "head_dim": 256, "hidden_size": 1536, "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3, "num_attention_heads": 8, "num_key_value_heads": 1,
@@ -48,32 +44,15 @@ MLLAMA = {"model_type": "mllama", "text_config": {
     "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "hidden_size": 4096, "model_type": "mllama_text_model",
     "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
 }}  # fmt: skip
-LONGCAT_FLASH = {
-    "hidden_size": 6144, "kv_lora_rank": 512, "model_type": "longcat_flash", "num_attention_heads": 64,
-    "num_layers": 28, "qk_rope_head_dim": 64,
-}  # fmt: skip
-QWEN3_NEXT = {
-    "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048, "model_type": "qwen3_next",
-    "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 2,
-}  # fmt: skip
-ZAMBA2_2_7B = {
-    "attention_head_dim": 160, "hidden_size": 2560, "model_type": "zamba2", "num_attention_heads": 32,
-    "layers_block_type": [("mamba", "hybrid")[layer % 6 == 5] for layer in range(54)], "num_hidden_layers": 54,
-    "num_key_value_heads": 32,
-}  # fmt: skip
 
 SIZES = {
     "llama-3.1-8b": (LLAMA_3_1_8B, 128 * 1024),
     "gemma-3-27b": (GEMMA_3_27B, 62 * 2 * 2048 * 2),
-    "gemma-3-12b": (GEMMA_3_12B, 48 * 2 * 8 * 256 * 2),
     # The last two layers read the K and V of earlier ones; two of the others have wide heads.
     "gemma-4": (GEMMA_4, (2 * 256 + 2 * 512) * 2 * 2),
     "deepseek-v3": (DEEPSEEK_V3, 61 * (512 + 64) * 2),
     "falcon-40b": (FALCON_40B, 60 * 2 * 8192 * 2),  # transformers repeats the 8 KV heads before it caches them
     "llama-3.2-vision": (MLLAMA, 32 * 2 * 8 * 128 * 2),
-    "longcat-flash": (LONGCAT_FLASH, 28 * 2 * (512 + 64) * 2),  # two attentions in a layer
-    "qwen3-next": (QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
-    "zamba2-2.7b": (ZAMBA2_2_7B, 9 * 2 * 32 * 160 * 2),
 }
 """Configs, and bytes of a token worked out by hand."""
 

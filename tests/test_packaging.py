@@ -91,15 +91,6 @@ def test_pages_state_the_versions_of_the_package() -> None:
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_types_reach_users() -> None:
-    """They are shipped, and `make lint` checks the examples of the documents with them, as a user would."""
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert "py.typed" in tool["setuptools"]["package-data"]["vmmkv"]
-    assert (ROOT / "vmmkv" / "py.typed").exists()
-    assert "docs/examples" in tool["mypy"]["files"]
-    assert tool["mypy"]["strict"]
-
-
 def test_transformers_works_from_the_repository_root() -> None:
     """There `kernels/` can be imported as a top-level module, which is what Hugging Face's package is called."""
     code = """

@@ -209,8 +209,8 @@ def published() -> dict[str, Any] | None:
 
 
 def test_64_clients_get_the_text_of_generate_and_leave_nothing(llama: str) -> None:
-    """While 200 others disconnect at random moments, on every path, whether or not the answer is streamed. No request is
-    left, and memory goes back, as `vmmkv top` and Prometheus see."""
+    """While 200 others disconnect at random moments, on every path, whether or not an answer is streamed. No request
+    is left, and memory goes back, as `vmmkv top` and Prometheus see."""
     expected, random = answers(64), Random()
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "w5", "max_tokens": ENDLESS},

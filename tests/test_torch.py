@@ -13,7 +13,6 @@ import vmmkv
 from vmmkv.torch import GrowableTensor, memory_allocated, memory_pool
 
 MIB = 1 << 20
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 AFTER_THE_END = """
     import ctypes
@@ -227,7 +226,6 @@ def test_threads_with_pools_beside_busy_python() -> None:
 # ---------------------------------------------------------------------- accounts
 
 
-@DEVICES
 def test_memory_of_every_owner_counts(device: str, make_cache) -> None:
     gc.collect()
     before = memory_allocated(device)
