@@ -42,8 +42,8 @@ ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
 
 SLOWNESS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 """What is said of a machine, and of bad luck, is no failure."""
-CALM = settings(settings.get_profile("default"), deadline=None, suppress_health_check=SLOWNESS, print_blob=True)
-settings.register_profile("default", CALM, max_examples=50 * ROUNDS)
+CALM = {"deadline": None, "suppress_health_check": SLOWNESS, "print_blob": True, "max_examples": 50 * ROUNDS}
+settings.register_profile("default", settings.get_profile("default"), **CALM)
 settings.load_profile("default")  # where CI is set Hypothesis would take one of its own: the same examples in each run
 
 if not torch.cuda.is_available():

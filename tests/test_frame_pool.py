@@ -61,6 +61,9 @@ def test_what_is_reserved_comes_back_on_demand() -> None:
     assert pages_of(owner) == 8
     with pytest.raises(OutOfPagesError):
         own.extend(8)
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.set_limit(19 * size)
+    assert (caught.value.requested, caught.value.available) == (19, 20)
     kept.free()
     own.extend(12 * 8)
     assert pages_of(owner) == 20

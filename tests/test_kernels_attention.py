@@ -376,8 +376,6 @@ def test_prefill(case: Case) -> None:
 MIXED = few(1, "8 bits", [Case(bf16, 64, 1, 1, block_size=16, kv=int8)])
 MIXED += few(2, "16 bits", [case for case in PREFILL_FAST if case.causal])
 MIXED += [pytest.param(PREFILL_PLAIN[0], marks=pytest.mark.gpu, id=str(PREFILL_PLAIN[0]))]
-
-
 MIXED += few(1, "latents", [latents(16), latents(16, kernel="mma", block_size=16), latents(64)])
 
 
