@@ -17,10 +17,11 @@ from tiny_models import DECODER, tiny_model
 from transformers import Cache, EncoderDecoderCache, LlamaConfig
 
 import vmmkv
-from vmmkv.integrations import attention
+from vmmkv.integrations import attention, row_writes
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching import attention as on_rows
 from vmmkv.integrations.batching.attention import Kept, Packed
+from vmmkv.integrations.row_writes import RowWriter
 from vmmkv.integrations.stand_ins import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import quantize
@@ -82,6 +83,29 @@ def test_kernels_read_what_is_kept(
         logits.append(output.logits[mask[:, chunk].bool()].float())
     tolerance = 2e-3 if dtype is torch.float32 else 5e-2
     assert (logits[0] - logits[1]).norm() <= tolerance * logits[1].norm()
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.simulator
+def test_the_kernel_writes_the_same_bits(kv_dtype: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token each, twice, and of several; heads of 24 it leaves to torch."""
+    monkeypatch.setattr(row_writes, "can_append", lambda keys, values: True)
+    row_numbers, starts = torch.tensor([[2, 0], [1, 7]], dtype=torch.int32, device=device)
+    for head_dim in (64, 24):
+        k_rows, v_rows = (torch.zeros(3, 50, 2, head_dim, device=device).to(KV_DTYPES[kv_dtype]) for _ in range(2))
+        scales = torch.zeros(2, 3, 50, 2, device=device)
+        writer = RowWriter(k_rows, v_rows, row_numbers, *scales)
+        for tokens in (1, 1, 5):
+            keys, values = torch.randn(2, 2, 2, tokens, head_dim, device=device).to(torch.bfloat16)
+            assert writer.write(keys, values, starts) == (head_dim == 64)
+            if head_dim == 24:
+                continue
+            for states, numbers, scale in ((keys, k_rows, scales[0]), (values, v_rows, scales[1])):
+                expected = quantize(states, numbers.dtype)
+                for sequence, (row, start) in enumerate(zip(row_numbers.tolist(), starts.tolist())):
+                    there = slice(start, start + tokens)
+                    assert torch.equal(numbers[row, there].float(), expected[0][sequence].transpose(0, 1).float())
+                    assert torch.equal(scale[row, there], expected[1][sequence].transpose(0, 1))
 
 
 # ---------------------------------------------------------------------- continuous batching

@@ -136,6 +136,26 @@ def test_what_is_full_lies_in_memory_once() -> None:
             kv_cache.check()
 
 
+def test_who_looks_at_keys_may_write_to_them() -> None:
+    """Before or after a copy was made, in the copy or in what it was made of."""
+    cache, reference = pair(2, 50)
+    twin, expected = copy.deepcopy(cache), copy.deepcopy(reference)
+    for each in (twin, expected):
+        each.layers[1].keys.zero_()
+        each.layers[2].values[:, :, 3] = 7
+    check(cache, reference)
+    check(twin, expected)
+    views = [each.layers[0].keys for each in (twin, expected)]
+    again, expected_again = copy.deepcopy(twin), copy.deepcopy(expected)
+    for keys in views:
+        keys.fill_(3)
+    check(again, expected_again)
+    check(twin, expected)
+    twin.reset()
+    forward(2, 50, twin)
+    assert copy.deepcopy(twin).kv_caches == twin.kv_caches, "nobody looks at what is there now"
+
+
 @pytest.mark.usefixtures("kernels_for_all")
 @pytest.mark.parametrize("compile", [False, True])
 def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
