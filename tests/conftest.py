@@ -5,19 +5,16 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import io
 import itertools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import textwrap
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -358,31 +355,3 @@ def run_python(
         assert zygote.stdout
         print(json.dumps(child), file=zygote.stdin, flush=True)
         return subprocess.CompletedProcess(args, int(zygote.stdout.readline()), *(path.read_text() for path in output))
-
-
-def run_module(name: str, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m NAME` from the root, but forked as by `run_python`."""
-    code = f"""
-        import runpy
-        sys.path.insert(0, {str(ROOT)!r})
-        runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
-    """
-    return run_python(code, *args, env=env)
-
-
-def run_module_here(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """The same in this process, which has imported already what that module does."""
-    code: Any = 0
-    output = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", [name, *args]),
-        redirect_stdout(output[0]),
-        redirect_stderr(output[1]),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
-        try:
-            runpy.run_module(name, run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-    return subprocess.CompletedProcess(args, int(code or 0), *(each.getvalue() for each in output))

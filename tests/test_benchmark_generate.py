@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from conftest import run_module_here
+from test_benchmarks import measured
 from transformers import StaticCache
 
+from benchmarks.generate import __main__ as command
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.cells import BASELINE, CONTENDERS, CPU, QWEN
 from benchmarks.generate.tables import tables
@@ -23,9 +23,7 @@ HOST = torch.device("cpu")
 @pytest.fixture(scope="module")
 def result() -> dict:
     """Of the command."""
-    done = run_module_here("benchmarks.generate", "--device", "cpu", "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return measured(command, "--device cpu")
 
 
 def test_every_cell_is_measured_or_says_why_not(result: dict) -> None:

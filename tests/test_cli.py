@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import run_module, run_python
+from conftest import ROOT, run_python
 from typer.testing import CliRunner, Result
 
 import vmmkv
@@ -31,7 +31,8 @@ def plan(*args: str) -> dict:
 def run_vmmkv(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m vmmkv` on a machine without a GPU."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    return run_module("vmmkv", *args, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | env)
+    code = f"import runpy; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('vmmkv', None, '__main__', True)"
+    return run_python(code, *args, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | env)
 
 
 def test_plan_counts_a_given_cache_and_its_scales():
