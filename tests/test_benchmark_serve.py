@@ -10,28 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
+from test_benchmarks import invoke
+from test_benchmarks import measured as measured_at_once
 
 from benchmarks import batching, tables
 from benchmarks.engine.model import MODELS
 from benchmarks.engine.run import Run
-from benchmarks.serve.__main__ import main
+from benchmarks.serve import __main__ as command
 from benchmarks.serve.measure import figures, quantiles, same_tokens
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.workload import Request
 
-APP = typer.Typer()
-APP.command()(main)
-
-
-def run_benchmark(*args: str) -> Any:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--device", "cpu", "--shorten", "1", *args])
-
 
 def measured(tmp_path: Path, *args: str) -> Any:
     path = tmp_path / "result.json"
-    done = run_benchmark(*args, "--json", str(path))
+    done = invoke(command, "--device", "cpu", "--shorten", "1", *args, "--json", str(path))
     assert done.exit_code == 0, done.output
     return json.loads(path.read_text())
 
@@ -133,12 +126,7 @@ def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, trace: list[st
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_continuous_batching_is_measured_on_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    app = typer.Typer()
-    app.command()(batching.main)
-    sizes = "--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB"
-    done = CliRunner().invoke(app, [*sizes, "--json"])
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    result = measured_at_once(batching, "--requests 4 --rounds 1 --seconds 600 --memory 8MiB")
     assert [(row["system"], row["round"]) for row in result["served"]] == [("rows", 0), ("blocks, sdpa", 0)]
     for row in result["served"]:
         assert row["finished"] == result["requests"] == 4
