@@ -476,12 +476,12 @@ HUGE = 10**5000
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=10**400, device="cpu"), vmmkv.BudgetError, "size of 1000"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=HUGE, device="cpu"), vmmkv.BudgetError, "a size of"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=1.5, device="cpu"), vmmkv.BudgetError, "max_tokens=1.5"),
-        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=0, device="cpu"), vmmkv.BudgetError, ""),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=0, device="cpu"), vmmkv.BudgetError, "."),
         *(
-            (lambda size=size: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=size, device="cpu"), vmmkv.BudgetError, "")
+            (lambda size=size: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=size, device="cpu"), vmmkv.BudgetError, ".")
             for size in (0, "lots", "1000TB", "150%")
         ),
-        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=1 << 20, max_tokens=5, device="cpu"), vmmkv.BudgetError, ""),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=1 << 20, max_tokens=5, device="cpu"), vmmkv.BudgetError, "."),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=HUGE, device="cpu"), vmmkv.BudgetError, "max_tokens"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, page_size=4096.0, device="cpu"), vmmkv.LayoutError, "page_size=4096.0"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, page_size=HUGE, device="cpu"), vmmkv.LayoutError, "page_size"),
