@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -32,28 +33,7 @@ def visitor(name: str) -> Ledger:
     return Ledger(path_of(name, device_name(torch.device("cpu"))))
 
 
-def start(name: str, reserved: int) -> int:
-    """Forks a process, which works until it is killed; returns its number once it has a cache."""
-    inside, outside = os.pipe()
-    if child := os.fork():
-        os.close(outside)
-        assert os.read(inside, 1) == b"x", "the process could not begin"
-        os.close(inside)
-        return child
-    try:
-        try:
-            cache = make_cache(name, reserved, large=os.getpid() % 2 == 0)
-        except vmmkv.BudgetError:  # live tokens of others hold too much
-            cache = make_cache(name, 0)
-        os.write(outside, b"x")
-        work(cache, Random())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def work(cache: vmmkv.KVCache, random: Random) -> None:
+def change(cache: vmmkv.KVCache, random: Random) -> None:
     """Grows and frees sequences at random while its parent lives; what they hold is read again before they end."""
     live: dict[vmmkv.Sequence, float] = {}
     parent = os.getppid()
@@ -79,3 +59,24 @@ def work(cache: vmmkv.KVCache, random: Random) -> None:
 
 def check(pool: vmmkv.FramePool, book: Book) -> None:
     assert book.mine["granted"] >= pool.word("created") * PAGE, "it has memory that is not granted"
+
+
+def start(name: str, reserved: int, work: Callable[[vmmkv.KVCache, Random], None] = change) -> int:
+    """Forks a process, which works until it is killed; returns its number once it has a cache."""
+    inside, outside = os.pipe()
+    if child := os.fork():
+        os.close(outside)
+        assert os.read(inside, 1) == b"x", "the process could not begin"
+        os.close(inside)
+        return child
+    try:
+        try:
+            cache = make_cache(name, reserved, large=os.getpid() % 2 == 0)
+        except vmmkv.BudgetError:  # live tokens of others hold too much
+            cache = make_cache(name, 0)
+        os.write(outside, b"x")
+        work(cache, Random())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -214,9 +214,13 @@ STOPPED = """
     import os, signal, time
     import lending_process as process, vmmkv
 
-    child = process.start("one", 0)
-    time.sleep(0.3)
-    os.kill(child, signal.SIGSTOP)
+    def stop(cache, random):
+        kept = cache.sequence(800)
+        time.sleep(0.3)  # it changes nothing now, so the ledger stays unlocked
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    child = process.start("one", 0, stop)
+    os.waitpid(child, os.WUNTRACED)
     cache = process.make_cache("one", 0)
     try:
         sequence = cache.sequence(8 * process.LIMIT)
