@@ -13,20 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Row, Steps, head_in, make_addressing, sequence_of
+from .arguments import Row, Steps, address_of, head_in, home_of, sequence_of
 from .compiler import float32, inlined, int64
-from .memory import load_16_cached, load_16_written, load_counter, load_i32, make_turn, store_4, store_16, trap
+from .memory import divide, load_16_cached, load_16_written, load_counter, load_i32, make_turn, store_4, store_16, trap
 from .quantized import make_quantize_heads
 from .row_copy import THREADS, make_move_tokens, most_tokens, move_heads
 
 
 class Rotation(NamedTuple):
-    """The addresses of a `RotateHalf`, and bytes from one token, and head, to the next."""
+    """The addresses of a `RotateHalf`, bytes of half of what it rotates of a head, and bytes from one token, and head,
+    to the next."""
 
     query: int
     rotated: int
     cos: int
     sin: int
+    half: int
     query_token: int
     query_head: int
     rotated_token: int
@@ -39,9 +41,9 @@ def make_rotate(variant: AppendVariant, heads: int) -> Any:
     """A function for kernels that rotates one token's heads, so many, from an address to another, or in place. Its
     arguments are those of `quantized.make_quantize_heads`, but there are no scales."""
     assert variant.rotation
-    dtype, _, half_vectors = variant.rotation
+    dtype = variant.rotation.dtype
     head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of new tokens
-    turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
+    turn = make_turn(dtype)
 
     @inlined
     def put(target: int, x: Any, y: Any, cos: Any, sin: Any, sign: float) -> None:
@@ -51,7 +53,7 @@ def make_rotate(variant: AppendVariant, heads: int) -> Any:
         store_16(target, w0, w1, w2, w3)
 
     @inlined
-    def rotate_vectors(source: int, target: int, cos: int, sin: int) -> None:
+    def rotate_vectors(source: int, target: int, cos: int, sin: int, half: int) -> None:
         """Rotates a vector of the first half with its counterpart in the second."""
         x, y = load_16_written(source), load_16_written(source + half)
         c, d = load_16_cached(cos), load_16_cached(cos + half)
@@ -61,16 +63,19 @@ def make_rotate(variant: AppendVariant, heads: int) -> Any:
 
     @inlined
     def rotate_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
-    ) -> None:
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int,
+        half: int,
+    ) -> None:  # fmt: skip
+        half_vectors = half >> 4
+        passed_vectors = head_vectors - 2 * half_vectors
         vector = cuda.threadIdx.x
         while vector < heads * half_vectors:
-            head = vector // half_vectors
+            head = divide(vector, half_vectors)
             inside = (vector - head * half_vectors) * 16
             first, second = source + head * source_head + inside, target + head * target_head + inside
-            rotate_vectors(first, second, cos + inside, sin + inside)
+            rotate_vectors(first, second, cos + inside, sin + inside, half)
             vector += THREADS
-        if passed_vectors:
+        if passed_vectors > 0:
             passed = heads * passed_vectors
             move_heads(source + 2 * half, target + 2 * half, source_head, target_head, passed, passed_vectors)
 
@@ -82,7 +87,6 @@ class Turning(NamedTuple):
 
     dtype: torch.dtype
     query_heads: int
-    half_vectors: int  # 16 bytes each, of half of a head's rotated part, in the dtype of new tokens
 
 
 class AppendVariant(NamedTuple):
@@ -92,9 +96,6 @@ class AppendVariant(NamedTuple):
     k_head_vectors: int
     v_vectors: int
     v_head_vectors: int
-    ragged: bool  # new tokens are where `cu_seqlens` says; else each sequence has one
-    block_size: int  # tokens of a block in the block table; 0: there is none
-    limited: bool  # it stops at a limit, and starts are lengths: unless it is ragged, it advances them
     rotation: Turning | None = None
     dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of new tokens and of the cache, where it quantizes
     given: bool = False  # it quantizes with scales that are given, of whole sequences
@@ -103,14 +104,12 @@ class AppendVariant(NamedTuple):
     def heads(self) -> int:
         return self.k_vectors // self.k_head_vectors
 
-    @property
-    def advances(self) -> bool:
-        """Whether it counts the new tokens."""
-        return self.limited and not self.ragged
-
 
 class AppendAddresses(NamedTuple):
-    """Where tensors lie, as `append` and `append_behind` have them; 0: this one is not given."""
+    """Where tensors lie, as `append` and `append_behind` have them; 0: this one is not given.
+
+    Without `cu_seqlens` each sequence has one new token. With a `limit` starts are lengths, which then count that one.
+    """
 
     k: int
     v: int
@@ -126,12 +125,13 @@ class AppendAddresses(NamedTuple):
 
 
 class AppendShape(NamedTuple):
-    """New tokens, those of a block of threads, and sequences; bytes from one row of the block table to the next, and
-    from one row (or block), token and head."""
+    """New tokens, those of a block of threads, and sequences; tokens of a block in the block table, or 0; bytes from
+    one row of that to the next, and from one row (or block), token and head."""
 
     tokens: int
     per_block: int
     batch: int
+    block_size: int
     table: int
     k_token: int
     k_head: int
@@ -148,37 +148,41 @@ class Place(NamedTuple):
 
     sequence: int
     position: int  # in its sequence
-    home: int  # the row's number, or the block's
+    row: int
+    home: int  # as `home_of` says
 
 
-def make_placing(variant: AppendVariant) -> tuple[Any, Any]:
-    """Functions for kernels: where a new token goes, and how many of these have a place."""
-    ragged, limited = variant.ragged, variant.limited
-    home_of, _ = make_addressing(variant.block_size)
-    load_start = load_counter if limited else load_i32
+@inlined
+def place_of_token(token: int, at: AppendAddresses, shape: AppendShape) -> Place:
+    """Where a new token goes."""
+    sequence, first = token, token
+    if at.cu_seqlens != 0:
+        sequence = sequence_of(token, at.cu_seqlens, shape.batch)
+        first = load_i32(at.cu_seqlens + sequence * 4)
+    position = load_counter(at.starts + sequence * 4) + token - first
+    if at.limit != 0 and position >= load_i32(at.limit):
+        trap()
+    number = load_i32(at.rows + sequence * 4)
+    row = Row(number, at.block_table + number * shape.table, shape.block_size)
+    return Place(sequence, position, number, home_of(position, row))
 
-    @inlined
-    def place_of_token(token: int, at: AppendAddresses, shape: AppendShape) -> Place:
-        sequence = sequence_of(token, at.cu_seqlens, shape.batch) if ragged else token
-        first = load_i32(at.cu_seqlens + sequence * 4) if ragged else token
-        position = load_start(at.starts + sequence * 4) + token - first
-        if limited and position >= load_i32(at.limit):
-            trap()
-        number = load_i32(at.rows + sequence * 4)
-        return Place(sequence, position, home_of(position, Row(number, at.block_table + number * shape.table)))
 
-    @inlined
-    def count_tokens(at: AppendAddresses, shape: AppendShape) -> int:
-        return min(shape.tokens, load_i32(at.cu_seqlens + shape.batch * 4)) if ragged else shape.tokens
+@inlined
+def count_tokens(at: AppendAddresses, shape: AppendShape) -> int:
+    """How many of the new tokens have a place."""
+    return min(shape.tokens, load_i32(at.cu_seqlens + shape.batch * 4)) if at.cu_seqlens != 0 else shape.tokens
 
-    return place_of_token, count_tokens
+
+@inlined
+def advance(place: Place, at: AppendAddresses) -> None:
+    """Counts a sequence's new token, where lengths are to be counted."""
+    if at.limit != 0 and at.cu_seqlens == 0:
+        store_4(at.starts + place.sequence * 4, place.position + 1)
 
 
 def make_append(variant: AppendVariant) -> Any:
     """The kernel that copies, as a Python function."""
-    _, address_of = make_addressing(variant.block_size)
-    place_of_token, count_tokens = make_placing(variant)
-    most, advances = most_tokens(variant.k_vectors), variant.advances
+    most = most_tokens(variant.k_vectors)
     num_places = 2 * most
 
     def make_move(first: int, vectors: int, head_vectors: int) -> Any:
@@ -194,10 +198,13 @@ def make_append(variant: AppendVariant) -> Any:
         count = min(count_tokens(at, shape) - first, shape.per_block)
         if thread < count:
             place = place_of_token(first + thread, at, shape)
-            places[thread] = address_of(place.position, place.home, head_in(at.k_cache, 0, shape.k_cache))
-            places[most + thread] = address_of(place.position, place.home, head_in(at.v_cache, 0, shape.v_cache))
-            if advances:
-                store_4(at.starts + place.sequence * 4, place.position + 1)
+            k, v = (
+                head_in(at.k_cache, 0, shape.k_cache, shape.block_size),
+                head_in(at.v_cache, 0, shape.v_cache, shape.block_size),
+            )
+            places[thread] = address_of(place.position, place.home, k)
+            places[most + thread] = address_of(place.position, place.home, v)
+            advance(place, at)
         cuda.syncthreads()
         if thread < THREADS:
             source = at.k + first * shape.k_token
@@ -213,18 +220,17 @@ def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
     """Functions for kernels that write a token's heads of K, and of V, in one of three ways: see
     `quantized.make_quantize_heads` for their arguments."""
     if variant.dtypes:
-        turning = variant.rotation
-        half = turning.half_vectors * 16 // turning.dtype.itemsize if turning else 0
         return (
-            make_quantize_heads(variant.heads, variant.k_head_vectors * 16, *variant.dtypes, half, variant.given),
-            make_quantize_heads(variant.heads, variant.v_head_vectors * 16, *variant.dtypes, 0, variant.given),
+            make_quantize_heads(variant.heads, variant.k_head_vectors * 16, *variant.dtypes, variant.given),
+            make_quantize_heads(variant.heads, variant.v_head_vectors * 16, *variant.dtypes, variant.given),
         )
     v_vectors, v_head_vectors = variant.v_vectors, variant.v_head_vectors
 
     @inlined
     def copy_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
-    ) -> None:
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int,
+        half: int,
+    ) -> None:  # fmt: skip
         move_heads(source, target, source_head, target_head, v_vectors, v_head_vectors)
 
     return make_rotate(variant, variant.heads), copy_heads
@@ -232,36 +238,34 @@ def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
 
 def make_changing_append(variant: AppendVariant) -> Any:
     """The kernel that rotates, or quantizes, or both, as a Python function."""
-    _, address_of = make_addressing(variant.block_size)
-    place_of_token, count_tokens = make_placing(variant)
     write_k, write_v = make_write_heads(variant)
-    has_v, given, advances = variant.v_vectors > 0, variant.given, variant.advances  # latents have no V of their own
+    has_v, given = variant.v_vectors > 0, variant.given  # latents have no V of their own
 
     @inlined
-    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
+    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int, half: int) -> None:
         if token >= count_tokens(at, shape):
             return
         place = place_of_token(token, at, shape)
-        k_to = address_of(place.position, place.home, head_in(at.k_cache, 0, shape.k_cache))
-        v_to = address_of(place.position, place.home, head_in(at.v_cache, 0, shape.v_cache))
-        scaled = load_i32(at.rows + place.sequence * 4) if given else place.home
-        k_scales_to = address_of(place.position, scaled, head_in(at.k_scales, 0, shape.k_scales))
-        v_scales_to = address_of(place.position, scaled, head_in(at.v_scales, 0, shape.v_scales))
+        block = shape.block_size
+        k_to = address_of(place.position, place.home, head_in(at.k_cache, 0, shape.k_cache, block))
+        v_to = address_of(place.position, place.home, head_in(at.v_cache, 0, shape.v_cache, block))
+        scaled, block = (place.row, 0) if given else (place.home, block)
+        k_scales_to = address_of(place.position, scaled, head_in(at.k_scales, 0, shape.k_scales, block))
+        v_scales_to = address_of(place.position, scaled, head_in(at.v_scales, 0, shape.v_scales, block))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache.head, shape.k_scales.head, cos, sin)
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache.head, shape.k_scales.head, cos, sin, half)
         if has_v:
-            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache.head, shape.v_scales.head, 0, 0)
-        if advances:
-            cuda.syncthreads()  # all threads know the position
-            if cuda.threadIdx.x == 0:
-                store_4(at.starts + place.sequence * 4, place.position + 1)
+            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache.head, shape.v_scales.head, 0, 0, 0)
+        cuda.syncthreads()  # all threads know the position
+        if cuda.threadIdx.x == 0:
+            advance(place, at)
 
     if not variant.rotation:
 
         def kernel(at: AppendAddresses, shape: AppendShape) -> None:
-            write(cuda.blockIdx.x, at, shape, 0, 0)
+            write(cuda.blockIdx.x, at, shape, 0, 0, 0)
 
         return kernel
     rotate_query = make_rotate(variant, variant.rotation.query_heads)
@@ -271,10 +275,10 @@ def make_changing_append(variant: AppendVariant) -> Any:
         cos = turn.cos + token * turn.cos_token
         sin = turn.sin + token * turn.sin_token
         if cuda.blockIdx.y == 0:
-            write(token, at, shape, cos, sin)
+            write(token, at, shape, cos, sin, turn.half)
         else:
             source = turn.query + token * turn.query_token
             target = turn.rotated + token * turn.rotated_token
-            rotate_query(source, target, 0, turn.query_head, turn.rotated_head, 0, cos, sin)
+            rotate_query(source, target, 0, turn.query_head, turn.rotated_head, 0, cos, sin, turn.half)
 
     return rotating_kernel

@@ -1,7 +1,10 @@
 """What every kernel is told, and how it finds tokens by it.
 
-At compile time a kernel is told its `Variant`, at launch structs of numbers. A token lies in a row, or in a block of a
-block table: `make_addressing` is the one difference between the two.
+At compile time a kernel is told its `Variant`, at launch structs of numbers. Most calls have neither a window nor a cap
+nor a block table: their kernel is the general one with constants in place of those numbers (`make_entry`), and the
+compiler leaves out what follows from them. All other calls of a head shape share the general one.
+
+A token lies in a row, or in a block of a block table: only `home_of` and `address_of` know which.
 
 Lengths are data on the device. `make_ragged` lays the work of all sequences end to end; each block of threads takes an
 equal share of it and finds the sequence that its share begins with. So one launch, or one captured graph, serves all
@@ -14,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compiler import inlined
-from .memory import load_i32
+from .compiler import float32, inlined
+from .memory import divide, load_i32
 from .warp import count_true, prefix_sum, shuffle_count, sum_of_lanes
 
 LATENT_DIM, LATENT_V_DIM = 576, 512  # of MLA's latents: numbers of K, of which the first are V as well
@@ -32,14 +35,10 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     heads_per_kv: int  # query heads that share a KV head
-    q_len: int  # queries of each sequence; 0: they are where `cu_seqlens` says
-    block_size: int  # tokens of a block in the block table; 0: there is none
-    causal: bool
-    windowed: bool
-    softcapped: bool
-    mixed: bool = False  # prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter
+    q_len: int  # queries of each sequence at most; 0: they are where `cu_seqlens` says
     kv_dtype: torch.dtype | None = None  # of K and V of 8 bits, which have scales; None: theirs is `dtype`
-    cascaded: bool = False  # prefill's kernel reads what groups of sequences share, decode's the rest
+    general: bool = True  # else: causal, in rows, without a window, a cap and groups; decode has `q_len` queries
+    prefixes: bool = False  # prefill's kernel reads what groups of sequences share
 
 
 class Addresses(NamedTuple):
@@ -83,12 +82,17 @@ class Sizes(NamedTuple):
     v_scales: Steps
 
 
-class Scoring(NamedTuple):
-    """Which keys a query sees, and their weights: `exp2(outer * x)` of `x = q k`, of `tanh(inner * q k)` if capped."""
+class Options(NamedTuple):
+    """What a call asks for. Weights of keys are `exp2(outer * x)` of `x = q k`, or of `tanh(inner * q k)`."""
 
-    window: int
-    inner: float
+    window: int  # 0: there is none
+    inner: float  # 0: there is no cap
     outer: float
+    causal: int
+    q_len: int  # queries of each sequence of decode
+    mixed: int  # sequences with one query are decode's, others are prefill's
+    block_size: int  # tokens of a block in the block table; 0: there is none
+    box: int  # of those, tokens of a copy by tensor map
 
 
 class Groups(NamedTuple):
@@ -112,7 +116,7 @@ class Given(NamedTuple):
 
     at: Addresses
     sizes: Sizes
-    scoring: Scoring
+    options: Options
     groups: Groups
 
 
@@ -130,6 +134,7 @@ class Row(NamedTuple):
 
     number: int
     table: int  # the address of its part of the block table, if there is one
+    block_size: int  # tokens of a block; 0: there is no block table
 
 
 class Tokens(NamedTuple):
@@ -138,6 +143,7 @@ class Tokens(NamedTuple):
     address: int  # of the first token of the first row
     row_stride: int  # bytes from one row, or from one block, to the next
     token_stride: int
+    block_size: int  # as in `Row`
 
 
 class Head(NamedTuple):
@@ -150,9 +156,9 @@ class Head(NamedTuple):
 
 
 @inlined
-def head_in(address: int, head: int, steps: Steps) -> Tokens:
+def head_in(address: int, head: int, steps: Steps, block_size: int) -> Tokens:
     """One head of a tensor; 0: all of them."""
-    return Tokens(address + head * steps.head, steps.row, steps.token)
+    return Tokens(address + head * steps.head, steps.row, steps.token, block_size)
 
 
 @inlined
@@ -160,16 +166,18 @@ def row_of(sequence: int, given: Given) -> Row:
     """The row of a sequence; without `rows` it has the sequence's number."""
     rows = given.at.rows
     number = load_i32(rows + sequence * 4) if rows != 0 else sequence
-    return Row(number, given.at.block_table + number * given.sizes.table)
+    return Row(number, given.at.block_table + number * given.sizes.table, given.options.block_size)
 
 
 @inlined
 def head_of(kv_head: int, given: Given) -> Head:
     """One head of K and V."""
     at, sizes = given.at, given.sizes
-    k, v = head_in(at.k, kv_head, sizes.k), head_in(at.v, kv_head, sizes.v)
-    k_scales, v_scales = head_in(at.k_scales, kv_head, sizes.k_scales), head_in(at.v_scales, kv_head, sizes.v_scales)
-    return Head(k, v, k_scales, v_scales)
+    block = given.options.block_size
+    return Head(
+        head_in(at.k, kv_head, sizes.k, block), head_in(at.v, kv_head, sizes.v, block),
+        head_in(at.k_scales, kv_head, sizes.k_scales, block), head_in(at.v_scales, kv_head, sizes.v_scales, block),
+    )  # fmt: skip
 
 
 @inlined
@@ -180,9 +188,11 @@ def first_token(sequence: int, given: Given) -> int:
 
 
 @inlined
-def first_query(sequence: int, steps: Steps, given: Given, mixed: bool) -> int:
+def first_query(sequence: int, steps: Steps, given: Given) -> int:
     """Where a sequence's first query is, in bytes from the batch's first; in a mixed batch `cu_seqlens` says."""
-    return load_i32(given.at.cu_seqlens + sequence * 4) * steps.token if mixed else sequence * steps.row
+    if given.options.mixed != 0:
+        return load_i32(given.at.cu_seqlens + sequence * 4) * steps.token
+    return sequence * steps.row
 
 
 @inlined
@@ -191,22 +201,22 @@ def num_queries(sequence: int, given: Given) -> int:
     return load_i32(given.at.cu_seqlens + sequence * 4 + 4) - load_i32(given.at.cu_seqlens + sequence * 4)
 
 
-def make_addressing(block_size: int) -> tuple[Any, Any]:
-    """Functions for kernels: the row or block that a token is in, its *home*, and the token's address there.
+@inlined
+def home_of(token: int, row: Row) -> int:
+    """The *home* of a token: its row, or its block with that block's first token in the lower 32 bits."""
+    if row.block_size == 0:
+        return row.number
+    block = divide(token, row.block_size)
+    return load_i32(row.table + block * 4) << 32 | block * row.block_size
 
-    `block_size` counts tokens of a block in the block table; 0: tokens lie in rows.
-    """
 
-    @inlined
-    def home_of(token: int, row: Row) -> int:
-        return load_i32(row.table + token // block_size * 4) if block_size else row.number
-
-    @inlined
-    def address_of(token: int, home: int, tokens: Tokens) -> int:
-        inside = token % block_size if block_size else token
-        return tokens.address + (home * tokens.row_stride + inside * tokens.token_stride)
-
-    return home_of, address_of
+@inlined
+def address_of(token: int, home: int, tokens: Tokens) -> int:
+    """A token's address."""
+    if tokens.block_size == 0:
+        return tokens.address + (home * tokens.row_stride + token * tokens.token_stride)
+    inside = token - (home & 0xFFFFFFFF)
+    return tokens.address + ((home >> 32) * tokens.row_stride + inside * tokens.token_stride)
 
 
 @inlined
@@ -255,21 +265,27 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
     return total, locate
 
 
-def make_entry(work: Any, cascaded: bool) -> Any:
-    """A kernel that does the `work`, an inlined function of `Given`; only some kernels take `Groups`."""
+def make_given(variant: Variant) -> Any:
+    """A function for kernels: what its functions are given, from its parameters. Unless it is general, constants take
+    the place of options."""
+    q_len, none = variant.q_len, float32(0)
+    of_all = inlined(lambda at, sizes, options, groups: Given(at, sizes, options, groups))
 
-    def kernel(at: Addresses, sizes: Sizes, scoring: Scoring) -> None:
-        work(Given(at, sizes, scoring, NO_GROUPS))
+    @inlined
+    def of_plain(at: Addresses, sizes: Sizes, options: Options, groups: Groups) -> Given:
+        return Given(at, sizes, Options(0, none, options.outer, 1, q_len, 0, 0, 0), NO_GROUPS)
 
-    def cascaded_kernel(at: Addresses, sizes: Sizes, scoring: Scoring, groups: Groups) -> None:
-        work(Given(at, sizes, scoring, groups))
-
-    return cascaded_kernel if cascaded else kernel
-
-
-ARGUMENTS = Addresses, Sizes, Scoring  # what every attention kernel takes, behind tensor maps if any
+    return of_all if variant.general else of_plain
 
 
-def structs_of(variant: Variant) -> tuple[type, ...]:
-    """The parameters of a kernel on tensor cores, without tensor maps."""
-    return (*ARGUMENTS, Groups) if variant.cascaded else ARGUMENTS
+def make_entry(variant: Variant, work: Any) -> Any:
+    """A kernel that does the `work`, an inlined function of `Given`."""
+    given_of = make_given(variant)
+
+    def kernel(at: Addresses, sizes: Sizes, options: Options, groups: Groups) -> None:
+        work(given_of(at, sizes, options, groups))
+
+    return kernel
+
+
+ARGUMENTS = Addresses, Sizes, Options, Groups  # what every attention kernel takes, behind tensor maps if any

@@ -22,7 +22,7 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    Given, Head, Row, Scoring, Sizes, Variant, first_query, head_of, make_addressing, make_entry, row_of,
+    Given, Head, Row, Variant, first_query, head_of, home_of, make_entry, row_of,
 )  # fmt: skip
 from .compiler import float32, inlined, uint32
 from .decode_parts import Share, make_settle, make_share_work, results_of
@@ -47,7 +47,7 @@ class Octet(NamedTuple):
 def make_load_queries(variant: Variant, queries: Queries) -> Any:
     """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
     head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
-    heads_per_kv, per_head = queries.heads_per_kv, queries.per_head
+    heads_per_kv = queries.heads_per_kv
     low, high, pack = HALVES[variant.dtype].low, HALVES[variant.dtype].high, HALVES[torch.float16].pack
     run, _ = runs_of(variant)
     k_row, place_of = run.words, make_place_of(run)
@@ -68,10 +68,10 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
         return shuffle(lowered, column), shuffle(lowered, column + 4)
 
     @inlined
-    def load_queries(words: Any, at: int, octet: Octet, q: int, sizes: Sizes, lane: int) -> tuple[float, float]:
+    def load_queries(words: Any, at: int, octet: Octet, q: int, given: Given, lane: int) -> tuple[float, float]:
         """From the address of the sequence's first query, to words from `at` on; queries and dims that are missing are
         0. Returns factors of the scores of a lane's two columns."""
-        number = octet.column + (lane >> 2)
+        number, per_head, sizes = octet.column + (lane >> 2), heads_per_kv * given.options.q_len, given.sizes
         query = min(number, per_head - 1)
         source = q + query // heads_per_kv * sizes.q.token
         source += (octet.kv_head * heads_per_kv + query % heads_per_kv) * sizes.q.head
@@ -112,24 +112,24 @@ def make_queries(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     behind = results_of(queries, variant.head_dim).nbytes
 
     @inlined
-    def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, sizes: Sizes, warp: int, lane: int) -> Any:
+    def take(words: Any, lifts: Any, shared: Any, octet: Octet, q: int, given: Given, warp: int, lane: int) -> Any:
         for o in range(at_once):
             each = Octet(octet.kv_head, octet.column + 8 * o)
-            lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, sizes, lane)
+            lifts[2 * o], lifts[2 * o + 1] = load_queries(words, o * num_words, each, q, given, lane)
         return words
 
     pair_of = inlined(lambda held, word: (held[word], held[word + 1]))
 
     @inlined
     def take_to_shared(
-        words: Any, lifts: Any, shared: Any, octet: Octet, q: int, sizes: Sizes, warp: int, lane: int
+        words: Any, lifts: Any, shared: Any, octet: Octet, q: int, given: Given, warp: int, lane: int
     ) -> int:
         """Called by all threads of a block: warps that have the same queries share the work."""
         held = shared_address(shared) + behind + warp % sharing * at_once * num_words * WORD_BYTES + lane * 8
         for o in range(at_once):
             lifts[2 * o], lifts[2 * o + 1] = float32(1), float32(1)
             if o % token_warps == warp // sharing:
-                load_queries(words, 0, Octet(octet.kv_head, octet.column + 8 * o), q, sizes, lane)
+                load_queries(words, 0, Octet(octet.kv_head, octet.column + 8 * o), q, given, lane)
                 for x in range(num_words // 2):
                     store_shared_8(held + (o * num_words + 2 * x) * WORD_BYTES, words[2 * x], words[2 * x + 1])
         cuda.syncthreads()
@@ -154,17 +154,18 @@ def queries_of(variant: Variant, kv_heads: int) -> Queries:
     octets = -(-variant.heads_per_kv * variant.q_len // 8)
     at_once = min(len(registers_for(variant)), octets)
     sharing = gcd(WARPS, -(-octets // at_once) * heads)
-    return Queries(variant.heads_per_kv, variant.q_len, variant.mixed, at_once, sharing).in_teams(kv_heads)
+    return Queries(variant.heads_per_kv, variant.q_len, at_once, sharing).in_teams(kv_heads)
 
 
 @inlined
-def visible_of(piece: Piece, column: int, window: int, heads_per_kv: int, q_len: int, windowed: bool) -> Visible:
+def visible_of(piece: Piece, column: int, heads_per_kv: int, given: Given) -> Visible:
     """The keys of a piece that two queries of a lane see, of number `column` and the next; missing queries see as
     much as the last."""
+    q_len, window = given.options.q_len, given.options.window
     high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
     high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
-    low0 = max(piece.first, high0 - window) if windowed else piece.first
-    low1 = max(piece.first, high1 - window) if windowed else piece.first
+    low0 = max(piece.first, high0 - window) if window != 0 else piece.first
+    low1 = max(piece.first, high1 - window) if window != 0 else piece.first
     return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
 
 
@@ -175,16 +176,14 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     k_words, v_words, _, num_sums = words_of(variant)
     columns, num_scores, all_sums = 2 * at_once, 4 * at_once, num_sums * at_once
     stride = queries.token_warps * UNIT
-    home_of, _ = make_addressing(variant.block_size)
     load_k, load_v, load_scales = make_loads(variant)
-    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
-    score, weigh = make_score(variant, pair_of), make_weigh(variant)
+    heads_per_kv, score, weigh = queries.heads_per_kv, make_score(variant, pair_of), make_weigh(variant)
     accumulate = make_accumulate(variant, at_once)
 
     @inlined
     def attend(
         sums: Any, maxima: Any, weights: Any, held: Any, lifts: Any, head: Head, row: Row, piece: Piece, token: int,
-        column: int, scoring: Scoring, lane: int,
+        column: int, given: Given, lane: int,
     ) -> None:  # fmt: skip
         k_fragment = cuda.local.array(k_words, uint32)
         v_fragment = cuda.local.array(v_words, uint32)
@@ -208,8 +207,8 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
             t = token + (lane >> 2)
             for o in range(at_once):
                 number = column + 8 * o + 2 * (lane & 3)
-                visible = visible_of(piece, number, scoring.window, heads_per_kv, q_len, windowed)
-                s = score(k_fragment, held, lifts, o, k0, k1, scoring.inner)
+                visible = visible_of(piece, number, heads_per_kv, given)
+                s = score(k_fragment, held, lifts, o, k0, k1, given.options.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
                 scores[4 * o + 2] = if_within(s[2], t + 8, visible.low0, visible.high0)
@@ -221,7 +220,7 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
                 if scaled:
                     k0, k1 = load_scales(head.k_scales, token, home, piece, lane)
             for o in range(at_once):
-                p = weigh(scores, o, sums, maxima, weights, v0, v1, scoring.outer)
+                p = weigh(scores, o, sums, maxima, weights, v0, v1, given.options.outer)
                 p_fragment[2 * o] = p[0]
                 p_fragment[2 * o + 1] = p[1]
             accumulate(sums, v_fragment, p_fragment)
@@ -281,7 +280,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     """The kernel as a Python function."""
     head_dim = variant.head_dim
     octets, octets_per_head = queries.octets, queries.octets_per_head
-    at_once, sharing, mixed = queries.at_once, queries.sharing, queries.mixed
+    at_once, sharing = queries.at_once, queries.sharing
     _, _, q_words, num_sums = words_of(variant)
     dynamic = shared_bytes_of(variant, queries) > 0
     shared_floats = 0 if dynamic else results_of(queries, head_dim).floats
@@ -290,7 +289,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
     take_queries, pair_of = make_queries(variant, queries)
     attend = make_attend(variant, queries, pair_of)
     put_results = make_put_results(variant, queries)
-    settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
+    settle = make_settle(variant.dtype, head_dim, queries)
 
     @inlined
     def work_on(own: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
@@ -304,9 +303,9 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
         number = piece.bundle * octets + warp % sharing * at_once
         octet = Octet(number // octets_per_head, number % octets_per_head * 8)
         row, head = row_of(piece.sequence, given), head_of(octet.kv_head, given)
-        q = given.at.q + first_query(piece.sequence, given.sizes.q, given, mixed)
-        held = take_queries(q_fragment, lifts, shared, octet, q, given.sizes, warp, lane)
-        attend(sums, maxima, weights, held, lifts, head, row, piece, token, octet.column, given.scoring, lane)
+        q = given.at.q + first_query(piece.sequence, given.sizes.q, given)
+        held = take_queries(q_fragment, lifts, shared, octet, q, given, warp, lane)
+        attend(sums, maxima, weights, held, lifts, head, row, piece, token, octet.column, given, lane)
         put_results(shared, sums, maxima, weights, warp, lane)
         settle(shared, piece, share, bundles, given, thread)
 
@@ -319,4 +318,4 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
         own = thread >> 5, cuda.shared.array(shared_floats, float32)
         work_on_share(own, given.sizes.kv_heads * octets_per_head // octets, given, thread, lane)
 
-    return make_entry(decode, variant.cascaded)
+    return make_entry(variant, decode)

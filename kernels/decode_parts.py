@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .arguments import Given, Variant, first_query, first_token, make_ragged, sequence_of, v_dim_of
+from .arguments import Given, Variant, first_query, first_token, make_ragged, num_queries, sequence_of, v_dim_of
 from .compiler import float32, inlined, int64
 from .decode_products import THREADS, UNIT, Piece, Queries
 from .memory import (
@@ -52,8 +52,7 @@ def make_share_work(variant: Variant, queries: Queries, work_on: Any) -> Any:
     """A function for kernels, called by all threads of a block, that has `work_on`, an inlined function, work on all
     pieces of the block's share, one after the other, and that makes the outputs of empty sequences. `own` is for
     `work_on`: what a thread has worked out before. `bundles` are those of a sequence."""
-    q_len, mixed, team = queries.q_len, queries.mixed, queries.team
-    windowed, cascaded = variant.windowed, variant.cascaded
+    team = queries.team
     clear = make_clear(variant.dtype, v_dim_of(variant.head_dim), queries)
 
     @inlined
@@ -61,18 +60,16 @@ def make_share_work(variant: Variant, queries: Queries, work_on: Any) -> Any:
         """The first token that a sequence's queries see, and its length."""
         length = load_i32(given.at.seq_lens + sequence * 4)
         first = first_token(sequence, given)
-        if windowed:
-            first = max(first, length - q_len + 1 - given.scoring.window)
-        if cascaded:
-            first = prefix_of(sequence, length, given, q_len)
+        if given.options.window != 0:
+            first = max(first, length - given.options.q_len + 1 - given.options.window)
+        if given.groups.num_groups != 0:
+            first = prefix_of(sequence, length, given)
         return min(first, length), length
 
     @inlined
     def takes_part(sequence: int, given: Given) -> bool:
-        if mixed:
-            begin = load_i32(given.at.cu_seqlens + sequence * 4)
-            return load_i32(given.at.cu_seqlens + sequence * 4 + 4) - begin == q_len
-        return True
+        """In a mixed batch those that are not prompts do."""
+        return given.options.mixed == 0 or num_queries(sequence, given) == 1
 
     @inlined
     def units_of(sequence: int, lengths: Lengths) -> int:
@@ -273,7 +270,6 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     """Functions for kernels: which query an item is of, and its output."""
     pack, heads_per_kv, octets_per_head = HALVES[dtype].pack, queries.heads_per_kv, queries.octets_per_head
     octets, per_octet = queries.octets, queries.per_octet
-    mixed = queries.mixed
 
     @inlined
     def query_of(item: int, bundle: int) -> tuple[int, int]:
@@ -288,9 +284,9 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         weights = total.weights
         head = kv_head * heads_per_kv + query % heads_per_kv
         if at.sinks != 0:
-            weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * given.scoring.outer)
+            weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * given.options.outer)
         scale = float32(0) if weights == float32(0) else reciprocal(weights)
-        to = at.out + first_query(sequence, sizes.out, given, mixed)
+        to = at.out + first_query(sequence, sizes.out, given)
         to += item % quarter * 8
         to += query // heads_per_kv * sizes.out.token + head * sizes.out.head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
@@ -300,7 +296,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
 
 def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
     """A function for kernels that makes the outputs of an empty sequence of so many bundles: zeros."""
-    per_head, items = queries.per_head, queries.per_bundle * head_dim // 4
+    heads_per_kv, items = queries.heads_per_kv, queries.per_bundle * head_dim // 4
     query_of, finish = make_finish(dtype, queries, head_dim // 4)
 
     @inlined
@@ -308,22 +304,21 @@ def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
         item = thread
         while item < bundles * items:
             query, kv_head = query_of(item % items, item // items)
-            if query < per_head:
+            if query < heads_per_kv * given.options.q_len:
                 finish(NOTHING, item % items, query, kv_head, sequence, given)
             item += THREADS
 
     return clear
 
 
-def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: bool) -> Any:
+def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
     """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory; the
     block's threads meet before and after they read it."""
-    results, per_head, quarter = results_of(queries, head_dim), queries.per_head, head_dim // 4
+    results, heads_per_kv, quarter = results_of(queries, head_dim), queries.heads_per_kv, head_dim // 4
     per_bundle, token_warps, items = queries.per_bundle, queries.token_warps, queries.per_bundle * quarter
-    heads_per_kv, q_len = queries.heads_per_kv, queries.q_len
     part_of, parts_of, put_part, add_parts = make_parts(queries, head_dim)
     query_of, finish = make_finish(dtype, queries, quarter)
-    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
+    parts_of_query = make_parts_of_query(heads_per_kv, head_dim)
 
     @inlined
     def add_warps(shared: Any, item: int, outer: float) -> Sum:
@@ -353,25 +348,26 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
     @inlined
     def put_output(total: Sum, item: int, query: int, kv_head: int, piece: Piece, given: Given) -> None:
         """Adds what there is of the prefix: a piece's first token is the one behind it."""
-        if cascaded and piece.first > 0:
-            place = piece.sequence * q_len + query // heads_per_kv
+        if given.groups.num_groups != 0 and piece.first > 0:
+            place = piece.sequence * given.options.q_len + query // heads_per_kv
             group = sequence_of(piece.sequence, given.groups.cu_groups, given.groups.num_groups)
-            tokens = tokens_of_part(group, piece.first, given.groups, per_head)
+            tokens = tokens_of_part(group, piece.first, given.groups, heads_per_kv * given.options.q_len)
             num_parts = divide(piece.first + tokens - 1, tokens)
             parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, given)
-            total = add_parts_of_prefix(total, parts, item, given.scoring.outer)
+            total = add_parts_of_prefix(total, parts, item, given.options.outer)
         finish(total, item, query, kv_head, piece.sequence, given)
 
     @inlined
     def settle(shared: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int) -> None:
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
         mine = part_of(share.number, share, piece.bundle_begin, given.at.partials)
+        per_head = heads_per_kv * given.options.q_len
         cuda.syncthreads()
         item = thread
         while item < items:
             query, kv_head = query_of(item, piece.bundle)
             if query < per_head:
-                total = add_warps(shared, item, given.scoring.outer)
+                total = add_warps(shared, item, given.options.outer)
                 if whole:
                     put_output(total, item, query, kv_head, piece, given)
                 else:
@@ -392,7 +388,7 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
             while item < items:
                 query, kv_head = query_of(item, piece.bundle)
                 if query < per_head:
-                    total = add_parts(NOTHING, parts, item, given.scoring.outer)
+                    total = add_parts(NOTHING, parts, item, given.options.outer)
                     put_output(total, item, query, kv_head, piece, given)
                 item += THREADS
 

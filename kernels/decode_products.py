@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Tokens, Variant, make_addressing
+from .arguments import Tokens, Variant, address_of
 from .compiler import float32, inlined
 from .memory import (
     HALVES, clamp, exp2, fma, load_4_once, load_8_once, load_16_once, load_f32, log2, maximum, pick_bytes, reciprocal,
@@ -36,11 +36,11 @@ LEAST_SCALE = 2.0**-40  # of V, in what weights are relative to; below it no fac
 
 
 class Queries(NamedTuple):
-    """The queries of a sequence: those that share a KV head, of `heads_per_kv` heads and `q_len` tokens, in octets."""
+    """The queries of a sequence: those that share a KV head, of `heads_per_kv` heads and `q_len` tokens at most, in
+    octets."""
 
     heads_per_kv: int
     q_len: int
-    mixed: bool = False  # they are where `cu_seqlens` says; sequences with more or fewer are left out
     at_once: int = 1  # octets of a head that a warp works on: it loads K and V once for all of them
     sharing: int = 1  # warps that work on the same tokens of a bundle, each on other octets of it
     team: int = 1  # blocks that work on the same tokens, each on other bundles; there is a multiple of so many
@@ -189,7 +189,6 @@ def make_load_run(run: Run, load_16: Any) -> Any:
 def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; live tokens take the place of those
     that are not."""
-    _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
     # As many bytes as divide a row come with it, and 64 at least: there is no less.
@@ -250,7 +249,7 @@ def make_score(variant: Variant, pair_of: Any) -> Any:
     """A function for kernels: the first product, of 16 tokens and octet `o` of the warp's. A lane has two tokens,
     `lane // 4` and the 8th after, for each of two queries. `pair_of` gives two words of the queries from one on."""
     multiply, vectors = multiplications[multiplied_dtype(variant)], vectors_of(variant)
-    scaled, softcapped = variant.kv_dtype is not None, variant.softcapped
+    scaled = variant.kv_dtype is not None
     k_row, q_words = runs_of(variant)[0].words, words_of(variant).q
     k_pair, _ = make_pairs(variant.kv_dtype)
 
@@ -269,7 +268,7 @@ def make_score(variant: Variant, pair_of: Any) -> Any:
             )  # fmt: skip
         if scaled:  # the two factors first: one may be as large as the other is small
             d = (d[0] * (lift0 * scale0), d[1] * (lift1 * scale0), d[2] * (lift0 * scale1), d[3] * (lift1 * scale1))
-        if softcapped:
+        if inner != float32(0):
             return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
         return d
 

@@ -156,7 +156,6 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
     hold, score, num_fragments = make_mma_score(variant.dtype, queries, queries == 16 and slots > 2)
     leave, take = make_mma_exchange(queries)
     add_values = make_add_values(variant.dtype, dims_of(queries))
-    softcapped = variant.softcapped
     wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
@@ -196,7 +195,7 @@ def make_mma_attend(variant: Variant, queries: int, slots: int) -> Any:
             leave(scores, base + shared.scores, part, lane)
             cuda.syncthreads()  # scores are there
             take(scores, base + shared.scores, part, lane)
-            softmax, a0, a1, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
+            softmax, a0, a1, _ = weigh_tile(scores, num_scores, key, visible, softmax, given.options, lane)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
             v = base + shared.tiles + slot + part.dims * 2 + (lane & 15) * PITCH + (lane >> 4) * 16
@@ -287,7 +286,6 @@ def make_wgmma_attend(variant: Variant) -> Any:
     num_sums, num_scores, num_weights = sums_of(WGMMA_QUERIES), TILE // 2, TILE // 4
     copy_queries, look_up, copy_tile, turns = make_copies(variant, WGMMA_QUERIES, TILE, ROW_BYTES)
     begin_scores, leave, take, begin_sums = make_wgmma_products(variant.dtype)
-    softcapped = variant.softcapped
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
@@ -323,7 +321,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
             leave(scores, exchange, part, lane)
             cuda.syncthreads()
             take(scores, exchange, part, lane)
-            softmax, _, _, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
+            softmax, _, _, _ = weigh_tile(scores, num_scores, key, visible, softmax, given.options, lane)
         while key < job.end:
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
@@ -343,7 +341,7 @@ def make_wgmma_attend(variant: Variant) -> Any:
             cuda.syncthreads()  # scores are there
             key += TILE
             take(scores, exchange, part, lane)
-            softmax, a0, a1, _ = weigh_tile(scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane)
+            softmax, a0, a1, _ = weigh_tile(scores, num_scores, key, visible, softmax, given.options, lane)
             wait_sums(sums)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)

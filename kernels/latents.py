@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import LATENT_DIM, LATENT_V_DIM, Given, Row, Sizes, Tokens, Variant, first_query, make_addressing
+from .arguments import (
+    LATENT_DIM, LATENT_V_DIM, Given, Row, Options, Sizes, Tokens, Variant, address_of, first_query, home_of,
+)  # fmt: skip
 from .compiler import float32, inlined, int64
 from .decode_parts import Parts, Share, Sum, make_finish, make_parts, part_bytes
 from .decode_products import Piece, Queries
@@ -32,7 +34,7 @@ def bundles_of(variant: Variant) -> Queries:
     """How decode's queries are worked on: 16, 32 or 64 are a bundle, on which all warps of a block work."""
     per_head = variant.heads_per_kv * variant.q_len
     at_once = next((octets for octets in (2, 4) if per_head <= octets * 8), 8)
-    return Queries(variant.heads_per_kv, variant.q_len, variant.mixed, at_once).in_teams(1)
+    return Queries(variant.heads_per_kv, variant.q_len, at_once).in_teams(1)
 
 
 def latent_queries(variant: Variant) -> int:
@@ -90,7 +92,6 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
     """
     heads_per_kv, swizzled = variant.heads_per_kv, line_bytes == 128
     turns = -(-tile // TOGETHER)
-    home_of, address_of = make_addressing(variant.block_size)
 
     @inlined
     def copy(to: int, lines: int, line: int, source: int, thread: int) -> None:
@@ -127,20 +128,16 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
     return copy_queries, look_up, copy_tile, turns
 
 
-def make_visible(variant: Variant) -> Any:
-    """A function for kernels: the keys that a lane's two queries see, of a number and 8 further on, among those of
-    a sequence's last tokens that share a KV head; queries that are missing see as much as the last."""
-    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-
-    @inlined
-    def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
-        high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
-        high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
-        low0 = max(first, high0 - window) if windowed else first
-        low1 = max(first, high1 - window) if windowed else first
-        return Visible(low0, high0, low1, high1)
-
-    return visible_of
+@inlined
+def visible_of(number: int, heads_per_kv: int, tokens: int, first: int, length: int, options: Options) -> Visible:
+    """The keys that a lane's two queries see, of a number and 8 further on, among those of a sequence's last tokens
+    that share a KV head; queries that are missing see as much as the last."""
+    window, causal = options.window, options.causal != 0
+    high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
+    high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
+    low0 = max(first, high0 - window) if window != 0 else first
+    low1 = max(first, high1 - window) if window != 0 else first
+    return Visible(low0, high0, low1, high1)
 
 
 MERGED = THREADS * 4 // LATENT_V_DIM  # queries whose parts a block's threads add up at a time, a thread 4 dims of one
@@ -160,7 +157,7 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
         if number < count:
             head = number % heads_per_kv
             if at.sinks != 0:
-                weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * given.scoring.outer)
+                weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * given.options.outer)
             scale = float32(0) if weights == float32(0) else reciprocal(weights)
             to += number // heads_per_kv * sizes.out.token + head * sizes.out.head + part.dims * 2 + (lane & 3) * 4
             for j in range(num_sums // 4):
@@ -240,7 +237,7 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
     """A function for kernels, called by all threads of a block, that makes an output of its sums, or a part; the last
     part of a bundle makes both."""
     quarter, queries = LATENT_V_DIM // 4, bundles.per_bundle
-    count, num_bundles, mixed = bundles.per_head, bundles.bundles(1), bundles.mixed
+    heads_per_kv, num_bundles = bundles.heads_per_kv, bundles.bundles(1)
     put_outputs, put_sums = make_put(variant, queries)
     own_part, parts_of, _, _ = make_parts(bundles, LATENT_V_DIM)
     add_parts = make_add_parts(bundles)
@@ -252,9 +249,9 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
         lane: int,
     ) -> None:  # fmt: skip
         at, sizes = given.at, given.sizes
-        line = part.strip * 16 + (lane >> 2)
+        line, count = part.strip * 16 + (lane >> 2), heads_per_kv * given.options.q_len
         if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
-            to = at.out + first_query(piece.sequence, sizes.out, given, mixed)
+            to = at.out + first_query(piece.sequence, sizes.out, given)
             number = piece.bundle * queries + line
             put_outputs(sums, softmax, number, count, to, part, given, lane)
             return
@@ -272,7 +269,7 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
             totals = cuda.local.array(24, float32)
             quad, first = thread % quarter, thread // quarter
             while first < queries:
-                add_parts(totals, parts, first, quad, given.scoring.outer)
+                add_parts(totals, parts, first, quad, given.options.outer)
                 for i in range(4):
                     number = piece.bundle * queries + first + i * MERGED
                     if number < count:

@@ -21,13 +21,13 @@ import torch
 from numba import cuda
 
 from .arguments import (
-    ARGUMENTS, Given, Head, Row, Scoring, Variant, first_token, head_of, make_addressing, make_entry, row_of,
-    sequence_of, v_dim_of,
+    ARGUMENTS, Given, Head, Options, Row, Variant, address_of, first_token, head_of, home_of, make_entry, num_queries,
+    row_of, sequence_of, v_dim_of,
 )  # fmt: skip
 from .compiler import Kernel, float32, inlined
 from .memory import (
-    FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, load_4, load_16_cached, load_f32, load_i32, maximum, reciprocal,
-    store_4,
+    FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, divide, fma, load_4, load_16_cached, load_f32, load_i32, maximum,
+    reciprocal, store_4,
 )  # fmt: skip
 from .quantized import EIGHT_BITS
 from .warp import shuffle, shuffle_xor
@@ -47,40 +47,37 @@ class Query(NamedTuple):
     out: int
 
 
-@cache
 def plain_kernel(variant: Variant) -> Kernel:
-    """The kernel for any geometry."""
+    """The kernel for any geometry, and any number of queries."""
+    return _kernel(variant._replace(q_len=0, general=True))
+
+
+@cache
+def _kernel(variant: Variant) -> Kernel:
     return Kernel(make_plain, (variant,), ARGUMENTS, THREADS)
 
 
-def make_find_query(variant: Variant) -> Any:
-    """A function for kernels: the query at a place of the batch."""
-    q_len, causal, windowed = variant.q_len, variant.causal, variant.windowed
-
-    @inlined
-    def find_query(place: int, given: Given) -> Query:
-        at, sizes = given.at, given.sizes
-        if q_len:
-            sequence = place // q_len
-            index = place % q_len
-            count = q_len
-            address = at.q + sequence * sizes.q.row + index * sizes.q.token
-            out = at.out + sequence * sizes.out.row + index * sizes.out.token
-        else:
-            sequence = sequence_of(place, at.cu_seqlens, sizes.batch)
-            start = load_i32(at.cu_seqlens + sequence * 4)
-            index = place - start
-            count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
-            address = at.q + place * sizes.q.token
-            out = at.out + place * sizes.out.token
-        length = load_i32(at.seq_lens + sequence * 4)
-        high = length - count + index + 1 if causal else length
-        low = first_token(sequence, given)
-        if windowed:
-            low = max(low, high - given.scoring.window)
-        return Query(sequence, low, high, address, out)
-
-    return find_query
+@inlined
+def find_query(place: int, given: Given) -> Query:
+    """The query at a place of the batch."""
+    at, sizes, options = given.at, given.sizes, given.options
+    count, number = options.q_len, place
+    if at.cu_seqlens != 0:
+        sequence = sequence_of(place, at.cu_seqlens, sizes.batch)
+        count = num_queries(sequence, given)
+        index = place - load_i32(at.cu_seqlens + sequence * 4)
+    else:
+        sequence = divide(place, count)
+        index = place - sequence * count
+        number = index
+    address = at.q + sequence * sizes.q.row + number * sizes.q.token
+    out = at.out + sequence * sizes.out.row + number * sizes.out.token
+    length = load_i32(at.seq_lens + sequence * 4)
+    high = length - count + index + 1 if options.causal != 0 else length
+    low = first_token(sequence, given)
+    if options.window != 0:
+        low = max(low, high - options.window)
+    return Query(sequence, low, high, address, out)
 
 
 @inlined
@@ -122,11 +119,10 @@ def make_dot(dtype: torch.dtype, head_dim: int) -> Any:
 
 def make_attend(variant: Variant) -> Any:
     """A function for kernels: attention of the query to every `WARPS`-th 32 keys; called by a warp."""
-    dtype, scaled, softcapped = variant.kv_dtype or variant.dtype, variant.kv_dtype is not None, variant.softcapped
+    dtype, scaled = variant.kv_dtype or variant.dtype, variant.kv_dtype is not None
     unpack, per_word = make_unpack(dtype), 4 // dtype.itemsize
     words = v_dim_of(variant.head_dim) // per_word
     owned = -(-words // 32)
-    home_of, address_of = make_addressing(variant.block_size)
     dot = make_dot(dtype, variant.head_dim)
 
     @inlined
@@ -141,7 +137,7 @@ def make_attend(variant: Variant) -> Any:
 
     @inlined
     def attend(
-        sums: Any, shared_q: Any, head: Head, row: Row, query: Query, scoring: Scoring, warp: int, lane: int
+        sums: Any, shared_q: Any, head: Head, row: Row, query: Query, options: Options, warp: int, lane: int
     ) -> tuple[float, float]:
         """The greatest score, and this lane's sum of weights."""
         for i in range(owned * per_word):
@@ -156,14 +152,14 @@ def make_attend(variant: Variant) -> Any:
             score = dot(shared_q, address_of(key, home, head.k))
             if scaled:
                 score *= load_f32(address_of(key, home, head.k_scales))
-            if softcapped:
-                score = float32(tanh(score * scoring.inner))
+            if options.inner != float32(0):
+                score = float32(tanh(score * options.inner))
             score = score if mine < query.high else float32(NEGATIVE_INFINITY)
             higher = maximum(top, score)
             for step in range(5):
                 higher = maximum(higher, shuffle_xor(higher, 1 << step))
-            scale = power((top - higher) * scoring.outer)
-            p = power((score - higher) * scoring.outer)
+            scale = power((top - higher) * options.outer)
+            p = power((score - higher) * options.outer)
             top = higher
             norm = norm * scale + p
             if scaled:
@@ -186,7 +182,7 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
 
     @inlined
     def combine(shared_o: Any, shared_m: Any, shared_l: Any, to: int, head: int, given: Given, thread: int) -> None:
-        sinks, outer = given.at.sinks, given.scoring.outer
+        sinks, outer = given.at.sinks, given.options.outer
         top = float32(FLOOR)
         for w in range(WARPS):
             top = maximum(top, shared_m[w])
@@ -215,7 +211,7 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
 
 def make_plain(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, heads_per_kv, q_len = variant.head_dim, variant.heads_per_kv, variant.q_len
+    head_dim, heads_per_kv = variant.head_dim, variant.heads_per_kv
     unpack, q_per_word = make_unpack(variant.dtype), FORMATS[variant.dtype].per_word
     per_word = 4 // (variant.kv_dtype or variant.dtype).itemsize
     v_dim = v_dim_of(head_dim)
@@ -223,13 +219,12 @@ def make_plain(variant: Variant) -> Any:
     num_sums = -(-words // 32) * per_word
     shared_sums = WARPS * v_dim
 
-    find_query = make_find_query(variant)
     attend = make_attend(variant)
     combine = make_combine(variant.dtype, v_dim)
 
     @inlined
     def plain(given: Given) -> None:
-        at, sizes, scoring = given.at, given.sizes, given.scoring
+        at, sizes, options = given.at, given.sizes, given.options
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -241,7 +236,7 @@ def make_plain(variant: Variant) -> Any:
         shared_l = cuda.shared.array(WARPS, float32)
         sums = cuda.local.array(num_sums, float32)
 
-        if q_len == 0 and place >= load_i32(at.cu_seqlens + sizes.batch * 4):
+        if at.cu_seqlens != 0 and place >= load_i32(at.cu_seqlens + sizes.batch * 4):
             return
         query = find_query(place, given)
         row = row_of(query.sequence, given)
@@ -254,7 +249,7 @@ def make_plain(variant: Variant) -> Any:
             word += THREADS
         cuda.syncthreads()
 
-        top, norm = attend(sums, shared_q, kv_head, row, query, scoring, warp, lane)
+        top, norm = attend(sums, shared_q, kv_head, row, query, options, warp, lane)
         for step in range(5):
             norm += shuffle_xor(norm, 1 << step)
         if lane == 0:
@@ -267,4 +262,4 @@ def make_plain(variant: Variant) -> Any:
         cuda.syncthreads()
         combine(shared_o, shared_m, shared_l, query.out + head * sizes.out.head, head, given, thread)
 
-    return make_entry(plain, False)
+    return make_entry(variant, plain)

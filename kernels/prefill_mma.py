@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import Given, Row, Tokens, Variant, head_of, make_addressing, make_entry, row_of
+from .arguments import Given, Row, Tokens, Variant, address_of, head_of, home_of, make_entry, row_of
 from .compiler import float32, inlined, int64, uint32
 from .memory import (
     copy_16, load_16, load_f32, load_shared_f32, shared_address, store_shared_16, store_shared_f32, wait_copies,
 )  # fmt: skip
-from .prompts import Prompt, Work, live, make_prefixes, make_prompts, make_ranges
+from .prompts import Prompt, Work, keys_of_block, keys_of_lane, live, make_prefixes, make_prompts
 from .quantized import EIGHT_BITS
 from .softmax import Softmax, begin_softmax, make_add_values, make_score, mask, pitch_of, raise_maxima, rescale, weigh
 
@@ -32,7 +32,6 @@ def make_widened_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, i
     them to shared memory, behind copies of before; a live key takes the place of one that is not. And how many homes a
     thread looks up, and how many words it fetches."""
     assert variant.kv_dtype
-    home_of, address_of = make_addressing(variant.block_size)
     widen, pitch = EIGHT_BITS[variant.kv_dtype].pair, pitch_of(variant.head_dim)
     tile, vectors = tile_of(variant.head_dim), variant.head_dim // 16  # of 16 bytes in a token
     turns = -(-tile * vectors // threads)
@@ -117,31 +116,24 @@ def shared_of(head_dim: int, scaled: bool) -> Shared:
 
 def make_bring_queries(work: Work, queries: int, head_dim: int, threads: int) -> Any:
     """A function for kernels: a block's threads begin to copy its queries; those behind the prompt's last repeat it."""
-    queries_of, home_of_query = work.queries_of, work.home_of_query
-    _, address_of = make_addressing(work.query_block)
+    query_at = work.query_at
     vectors, pitch = head_dim // 8, pitch_of(head_dim)  # of 16 bytes in a query; bytes from one to the next
     turns = -(-queries * vectors // threads)
 
     @inlined
     def bring_queries(to: int, prompt: Prompt, given: Given, thread: int) -> None:
-        homes = cuda.local.array(turns, int64)
-        tokens = queries_of(prompt, given)
-        for turn in range(turns):
-            query = prompt.query + (thread + turn * threads) // vectors
-            homes[turn] = home_of_query(min(query, prompt.num_queries - 1), prompt, given)
         for turn in range(turns):
             vector = thread + turn * threads
             if vector < queries * vectors:
                 query = max(min(prompt.query + vector // vectors, prompt.num_queries - 1), 0)
                 column = vector % vectors * 16
-                copy_16(to + vector // vectors * pitch + column, address_of(query, homes[turn], tokens) + column)
+                copy_16(to + vector // vectors * pitch + column, query_at(query, prompt, given) + column)
 
     return bring_queries
 
 
 def make_copied_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
     """`make_widened_tiles` for 16 bits, which are copied as they are."""
-    home_of, address_of = make_addressing(variant.block_size)
     tile, vectors, pitch = tile_of(variant.head_dim), variant.head_dim // 8, pitch_of(variant.head_dim)
     turns = -(-tile * vectors // threads)
 
@@ -175,12 +167,10 @@ def make_attend(variant: Variant, work: Work) -> Any:
     shared = shared_of(head_dim, scaled)
     num_scores, num_sums, queries, threads = tile // 2, head_dim // 2, 16 * warps, 32 * warps
 
-    keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)
     bring_queries = make_bring_queries(work, queries, head_dim, threads)
     make_tiles = make_widened_tiles if scaled else make_copied_tiles
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     score, add_values = make_score(variant.dtype, head_dim, tile), make_add_values(variant.dtype, head_dim)
-    softcapped = variant.softcapped
 
     @inlined
     def attend(
@@ -193,9 +183,10 @@ def make_attend(variant: Variant, work: Work) -> Any:
         words = cuda.local.array(num_words, uint32)
         row = row_of(prompt.sequence, given)
         k, v, k_scales, v_scales = head_of(prompt.kv_head, given)
-        key, end = keys_of_block(prompt, given.scoring.window)
+        first, end = keys_of_block(prompt, queries, given.options)
+        key = first // tile * tile
         line = warp * 16 + (lane >> 2)
-        visible = keys_of_lane(prompt, line, given.scoring.window)
+        visible = keys_of_lane(prompt, line, given.options)
 
         softmax = begin_softmax(sums, num_sums)
         scale = float32(1)
@@ -216,11 +207,11 @@ def make_attend(variant: Variant, work: Work) -> Any:
             if key + tile < end:
                 scale = begin_tile(words, base + shared.k, k, k_scales, homes, key + tile, prompt, thread)
 
-            mask(scores, num_scores, softcapped, key, visible, given.scoring.inner, lane)
-            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, given.scoring.outer)
+            mask(scores, num_scores, key, visible, given.options.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, given.options.outer)
             if grown:
                 rescale(sums, num_sums, a0, a1)
-            softmax = weigh(scores, num_scores, softmax, given.scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, given.options.outer)
             if scaled:
                 scale_columns(scores, num_scores, base + shared.v_scales, lane)
             for j in range(tile // 16):
@@ -235,7 +226,7 @@ def make_attend(variant: Variant, work: Work) -> Any:
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
     num_sums = variant.head_dim // 2
-    work = (make_prefixes if variant.cascaded else make_prompts)(variant, 16 * warps_of(variant.head_dim))
+    work = (make_prefixes if variant.prefixes else make_prompts)(variant, 16 * warps_of(variant.head_dim))
     find_queries, put = work.find_queries, work.put
     attend = make_attend(variant, work)
 
@@ -254,4 +245,4 @@ def make_prefill(variant: Variant) -> Any:
         softmax, line = attend(sums, base, prompt, given, thread, warp, lane)
         put(sums, softmax, line, prompt, given, lane)
 
-    return make_entry(prefill, variant.cascaded)
+    return make_entry(variant, prefill)

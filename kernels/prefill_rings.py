@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .arguments import Given, Row, make_addressing
+from .arguments import Given, Row, home_of
 from .compiler import inlined, int64
 from .memory import copy_16, divide, increment, load_shared_i32, store_shared_i32, wait_copies
 from .prompts import Prompt, Work, live
@@ -110,6 +110,7 @@ class Source(NamedTuple):
     boxes: bytes
     tokens: bytes
     head: int
+    box: int  # tokens of a box; unless there is a block table, those of a tile
 
 
 def box_of(tile: int, block_size: int) -> int:
@@ -122,42 +123,60 @@ def tile_bytes(head_dim: int, tile: int) -> int:
     return -(-head_dim // PANEL) * tile * ROW_BYTES
 
 
-def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]:
+def make_copy_tile(head_dim: int, tile: int) -> tuple[Any, Any]:
     """Functions for kernels: the lanes of a warp look a tile up, by its first token, and begin to copy it from there.
     Tokens are live from the prompt's `begin` on, to its `length`."""
-    home_of, _ = make_addressing(block_size)
-    box, panels = box_of(tile, block_size), -(-head_dim // PANEL)
-    boxes = tile // box
-    assert boxes * panels <= 32, "a lane copies one box"
+    panels = -(-head_dim // PANEL)
+    assert tile // 16 * panels <= 32, "a lane copies one box"
 
     @inlined
-    def look_up(token: int, row: Row, prompt: Prompt, lane: int) -> int:
-        return home_of(live(token + lane % boxes * box, prompt), row)
+    def place_of(lane: int, box: int, row: Row) -> tuple[int, int]:
+        """A lane's panel, and the first token of its box in a tile."""
+        if row.block_size == 0:
+            return lane, 0
+        panel = divide(lane * box, tile)
+        return panel, lane * box - panel * tile
 
     @inlined
-    def copy_rows(slot: Slot, source: Source, home: int, token: int, first: int, prompt: Prompt, lane: int) -> None:
+    def look_up(token: int, row: Row, box: int, prompt: Prompt, lane: int) -> int:
+        """The block of a lane's box, or the row."""
+        home = home_of(live(token + place_of(lane, box, row)[1], prompt), row)
+        return home >> 32 if row.block_size != 0 else home
+
+    @inlined
+    def inside_of(token: int, row: Row) -> int:
+        """Its number in its row or block."""
+        return token - divide(token, row.block_size) * row.block_size if row.block_size != 0 else token
+
+    @inlined
+    def copy_rows(
+        slot: Slot, source: Source, home: int, token: int, first: int, row: Row, prompt: Prompt, lane: int
+    ) -> None:
         """Copies a box's tokens one by one; `first` is the box's first."""
+        box = source.box if row.block_size != 0 else tile
         item = lane
         while item < box * panels:
-            panel = item // box
-            token_there = live(first + item % box, prompt)
-            inside = token_there % block_size if block_size else token_there
-            to = slot.address + (panel * tile + first - token + item % box) * ROW_BYTES
+            panel = divide(item, box) if row.block_size != 0 else item // tile
+            number = item - panel * box
+            inside = inside_of(live(first + number, prompt), row)
+            to = slot.address + (panel * tile + first - token + number) * ROW_BYTES
             copy_box(to, source.tokens, panel * PANEL, source.head, inside, home, slot.full)
             item += 32
 
     @inlined
-    def copy_tile(slot: Slot, source: Source, home: int, token: int, prompt: Prompt, lane: int) -> None:
-        panel = lane // boxes
-        first = token + lane % boxes * box
+    def copy_tile(slot: Slot, source: Source, home: int, token: int, row: Row, prompt: Prompt, lane: int) -> None:
+        box = source.box if row.block_size != 0 else tile
+        panel, offset = place_of(lane, box, row)
+        first = token + offset
         if panel < panels and prompt.begin <= first and first + box <= prompt.length:
-            inside = first % block_size if block_size else first
-            to = slot.address + (panel * tile + first - token) * ROW_BYTES
-            copy_box(to, source.boxes, panel * PANEL, source.head, inside, home, slot.full)
-        for index in range(boxes):
-            first = token + index * box
+            to = slot.address + (panel * tile + offset) * ROW_BYTES
+            copy_box(to, source.boxes, panel * PANEL, source.head, inside_of(first, row), home, slot.full)
+        first, index = token, 0
+        while first < token + tile:
             if first < prompt.begin or first + box > prompt.length:
-                copy_rows(slot, source, shuffle_count(home, index), token, first, prompt, lane)
+                copy_rows(slot, source, shuffle_count(home, index), token, first, row, prompt, lane)
+            first += box
+            index += 1
 
     return look_up, copy_tile
 
@@ -190,17 +209,15 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
     vectors = head_dim // 8  # of 16 bytes, in a query
     lines = 32 // vectors  # queries at a time
     panels_bytes = -(-vectors // 8) * 64 * ROW_BYTES
-    _, address_of = make_addressing(work.query_block)
-    queries_of, home_of_query = work.queries_of, work.home_of_query
+    query_at = work.query_at
 
     @inlined
     def bring_queries(to: int, given: Given, job: Prompt, lane: int) -> None:
-        tokens = queries_of(job, given)
         column = lane % vectors
         query = lane // vectors if lane < lines * vectors else queries
         while query < queries:
             number = min(job.query + query, job.num_queries - 1)
-            source = address_of(number, home_of_query(number, job, given), tokens)
+            source = query_at(number, job, given)
             inside = query % 64 * ROW_BYTES + column // 8 * (64 * ROW_BYTES) + ((column ^ query) & 7) * 16
             copy_16(to + query // 64 * panels_bytes + inside, source + column * 16)
             query += lines

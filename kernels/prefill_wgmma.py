@@ -19,15 +19,15 @@ from typing import Any
 
 from numba import cuda
 
-from .arguments import NO_GROUPS, Addresses, Given, Groups, Maps, Scoring, Sizes, Variant, row_of
+from .arguments import Addresses, Given, Groups, Maps, Options, Sizes, Variant, make_given, row_of
 from .compiler import float32, inlined, uint32
-from .memory import HALVES, shared_address
+from .memory import HALVES, divide, shared_address
 from .prefill_rings import (
     CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, RingUse, Rings, Source,
-    box_of, get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, shared_of, slots_of, tile_bytes,
+    get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, shared_of, slots_of, tile_bytes,
     tile_of,
 )  # fmt: skip
-from .prompts import Prompt, make_prefixes, make_prompts, make_ranges
+from .prompts import Prompt, keys_of_block, keys_of_lane, make_prefixes, make_prompts
 from .softmax import Softmax, Visible, begin_softmax, rescale, weigh_tile
 from .warp import (
     ATOM_BYTES, ROW_BYTES, begin_products, commit_products, make_meet, make_multiply_registers, make_multiply_shared,
@@ -99,7 +99,6 @@ def make_consume(variant: Variant, uses: Rings) -> Any:
     wait_k, release_k, wait_v, release_v = uses.k.wait_full, uses.k.release, uses.v.wait_full, uses.v.release
     release_queries = uses.queries.release
     issue, issue_sums = make_issue(variant, uses)
-    softcapped = variant.softcapped
     wait_sums = make_wait_products(num_sums, pending=0)
 
     @inlined
@@ -119,9 +118,7 @@ def make_consume(variant: Variant, uses: Rings) -> Any:
         while n < end:
             issue(sums, scores, weights, queries, rings, n, n == begin, consumer)
             release_k(rings.k, n, lane)
-            softmax, a0, a1, grown = weigh_tile(
-                scores, num_scores, softcapped, key, visible, softmax, given.scoring, lane
-            )
+            softmax, a0, a1, grown = weigh_tile(scores, num_scores, key, visible, softmax, given.options, lane)
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
             if n + 1 < end:
                 wait_k(rings.k, n + 1)
@@ -145,9 +142,9 @@ def make_consume(variant: Variant, uses: Rings) -> Any:
     return consume
 
 
-def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, keys_of_lane: Any, put: Any) -> Any:
+def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, put: Any) -> Any:
     """A function for kernels: attention of a consumer's queries in all jobs of a block of threads. Inlined functions
-    say the first key of a job and how many tiles, the keys that a lane's queries see, and what becomes of sums."""
+    say the first key of a job and how many tiles, and what becomes of sums."""
     num_sums, queries_bytes = variant.head_dim // 2, tile_bytes(variant.head_dim, 64)
     wait_job, release_job, wait_queries = uses.jobs.wait_full, uses.jobs.release, uses.queries.wait_full
     take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
@@ -163,8 +160,8 @@ def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, keys_of_l
         number, n = 0, 0
         job = get_job(wait_job(rings.jobs, 0))
         while job.sequence >= 0:
-            first_key, tiles = keys_of_job(job, given.scoring.window)
-            visible = keys_of_lane(job, line, given.scoring.window)
+            first_key, tiles = keys_of_job(job, given)
+            visible = keys_of_lane(job, line, given.options)
             own_queries = wait_queries(rings.queries, number) + consumer * queries_bytes
             softmax = consume(sums, own_queries, rings, number, n, tiles, first_key, visible, given, consumer, lane)
             job = get_job(wait_job(rings.jobs, number))  # again: no registers hold it meanwhile
@@ -179,10 +176,10 @@ def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, keys_of_l
     return consume_jobs
 
 
-def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: RingUse) -> Any:
+def make_produce(head_dim: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: RingUse) -> Any:
     """A function for kernels that fills a ring with the tiles of K or of V of all jobs; called by a warp."""
     tile = tile_of(head_dim)
-    look_up, copy_tile = make_copy_tile(head_dim, tile, block_size)
+    look_up, copy_tile = make_copy_tile(head_dim, tile)
     wait_job, release_job, wait_empty, fill = of_jobs.wait_full, of_jobs.release, of_tiles.wait_empty, of_tiles.fill
 
     @inlined
@@ -192,15 +189,16 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
         while job.sequence >= 0:
             sync_warp()
             release_job(jobs, number, lane)
-            first_key, tiles = keys_of_job(job, given.scoring.window)
-            source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, given)
-            home = look_up(first_key, row, job, lane) if tiles > 0 else 0  # else nothing of it need be there
+            first_key, tiles = keys_of_job(job, given)
+            box, row = given.options.box, row_of(job.sequence, given)
+            source = Source(boxes, tokens, job.kv_head, box)
+            home = look_up(first_key, row, box, job, lane) if tiles > 0 else 0  # else nothing of it need be there
             for i in range(tiles):
                 key = first_key + i * tile
                 wait_empty(ring, n)
-                copy_tile(fill(ring, n, lane), source, home, key, job, lane)
+                copy_tile(fill(ring, n, lane), source, home, key, row, job, lane)
                 # Blocks are looked up before there is room for them.
-                home = look_up(key + tile, row, job, lane)
+                home = look_up(key + tile, row, box, job, lane)
                 n += 1
             number += 1
             job = get_job(wait_job(jobs, number))
@@ -210,28 +208,26 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
 
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, block_size = variant.head_dim, variant.block_size
+    head_dim, given_of = variant.head_dim, make_given(variant)
     tile, shared, uses = tile_of(head_dim), shared_of(head_dim), make_rings(head_dim)
     init_jobs, init_queries, init_k, init_v = (use.init for use in uses)
     give_registers, take_registers = map(make_take_registers, (PRODUCER_REGISTERS, CONSUMER_REGISTERS))
-    work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
+    work = (make_prefixes if variant.prefixes else make_prompts)(variant, QUERIES)
     find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), uses.jobs, uses.queries)
-    step = box_of(tile, block_size) if block_size else 1
-    keys_of_block, keys_of_lane = make_ranges(QUERIES, step, variant.causal, variant.windowed)
 
     @inlined
-    def keys_of_job(job: Prompt, window: int) -> tuple[int, int]:
+    def keys_of_job(job: Prompt, given: Given) -> tuple[int, int]:
         """The first of the first tile, and how many tiles."""
-        first_key, end = keys_of_block(job, window)
+        first_key, end = keys_of_block(job, QUERIES, given.options)
+        if given.options.block_size != 0:
+            first_key = divide(first_key, given.options.box) * given.options.box
         return first_key, (max(end - first_key, 0) + tile - 1) // tile
 
-    produce_k, produce_v = (
-        make_produce(head_dim, block_size, keys_of_job, uses.jobs, each) for each in (uses.k, uses.v)
-    )
-    consume_jobs = make_consume_jobs(variant, uses, keys_of_job, keys_of_lane, work.put)
+    produce_k, produce_v = (make_produce(head_dim, keys_of_job, uses.jobs, each) for each in (uses.k, uses.v))
+    consume_jobs = make_consume_jobs(variant, uses, keys_of_job, work.put)
 
-    @inlined
-    def prefill(maps: Maps, given: Given) -> None:
+    def kernel(maps: Maps, at: Addresses, sizes: Sizes, options: Options, groups: Groups) -> None:
+        given = given_of(at, sizes, options, groups)
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + ATOM_BYTES - 1) // ATOM_BYTES * ATOM_BYTES
@@ -262,10 +258,4 @@ def make_prefill(variant: Variant) -> Any:
             elif thread < 96:
                 find_jobs(rings.jobs, rings.queries, given, lane)
 
-    def kernel(maps: Maps, at: Addresses, sizes: Sizes, scoring: Scoring) -> None:
-        prefill(maps, Given(at, sizes, scoring, NO_GROUPS))
-
-    def cascaded_kernel(maps: Maps, at: Addresses, sizes: Sizes, scoring: Scoring, groups: Groups) -> None:
-        prefill(maps, Given(at, sizes, scoring, groups))
-
-    return cascaded_kernel if variant.cascaded else kernel
+    return kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arguments import Given, Groups, Tokens, Variant, first_token, make_ragged, num_queries, sequence_of
+from .arguments import Given, Groups, Options, Variant, first_token, make_ragged, num_queries, sequence_of
 from .compiler import inlined
 from .memory import divide, load_i32, store_f32x2
 from .softmax import Softmax, Visible, divisors, make_store, sum_weights
@@ -37,16 +37,13 @@ class Work(NamedTuple):
     """Functions for kernels: which queries a block of threads has, where they are, and what becomes of their sums.
 
     Of each head there are as many jobs as `count_jobs` says, and for each head of K and V `heads`: `find_queries` takes
-    a head and the number of a job. Queries lie as tokens do: `query_block` and `home_of_query` are for
-    `make_addressing` what a block table is.
+    a head and the number of a job, `query_at` the number of a query in it.
     """
 
     heads: int
     count_jobs: Any
     find_queries: Any
-    queries_of: Any
-    home_of_query: Any
-    query_block: int
+    query_at: Any
     put: Any
 
 
@@ -59,14 +56,14 @@ def live(token: int, prompt: Prompt) -> int:
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
     """The work on prompts. A job is a query head of some tokens of a prompt; in a mixed batch sequences with a single
     query are left out."""
-    heads_per_kv, mixed, windowed = variant.heads_per_kv, variant.mixed, variant.windowed
+    heads_per_kv = variant.heads_per_kv
     store = make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined
     def count_of(sequence: int, given: Given) -> int:
         """Queries."""
         count = num_queries(sequence, given)
-        return 0 if mixed and count == 1 else count
+        return 0 if given.options.mixed != 0 and count == 1 else count
 
     @inlined
     def units_of(sequence: int, given: Given) -> int:
@@ -86,52 +83,46 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
         count = count_of(sequence, given)
         length = load_i32(given.at.seq_lens + sequence * 4)
         begin = first_token(sequence, given)
-        if windowed:  # tokens that no query of the sequence sees may be gone
-            begin = max(begin, length - count + 1 - given.scoring.window)
+        if given.options.window != 0:  # tokens that no query of the sequence sees may be gone
+            begin = max(begin, length - count + 1 - given.options.window)
         query = (unit - before) * queries_per_block
         kv_head = head // heads_per_kv
         return Prompt(sequence, start, count, query, length - count + query, begin, length, head, kv_head, 0)
 
     @inlined
-    def queries_of(prompt: Prompt, given: Given) -> Tokens:
-        at, sizes = given.at, given.sizes
-        address = at.q + prompt.start * sizes.q.token + prompt.head * sizes.q.head
-        return Tokens(address, 0, sizes.q.token)
-
-    home_of_query = inlined(lambda number, prompt, given: 0)
+    def query_at(number: int, prompt: Prompt, given: Given) -> int:
+        at, steps = given.at, given.sizes.q
+        return at.q + prompt.start * steps.token + prompt.head * steps.head + number * steps.token
 
     @inlined
     def put(sums: Any, softmax: Softmax, line: int, prompt: Prompt, given: Given, lane: int) -> None:
         """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
         at, sizes = given.at, given.sizes
-        d0, d1 = divisors(softmax, at.sinks, prompt.head, given.scoring.outer)
+        d0, d1 = divisors(softmax, at.sinks, prompt.head, given.options.outer)
         to = at.out + (prompt.start + prompt.query) * sizes.out.token + prompt.head * sizes.out.head
         store(sums, d0, d1, to, sizes.out.token, line, prompt.num_queries - prompt.query, lane)
 
-    return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
+    return Work(heads_per_kv, count_jobs, find_queries, query_at, put)
 
 
-def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
-    """Functions for kernels: the keys that a block's queries see, from a multiple of `step` on, and where they end; the
-    keys that a lane's two queries see, of number `line` in the block and 8 further on."""
+@inlined
+def keys_of_block(prompt: Prompt, queries: int, options: Options) -> tuple[int, int]:
+    """The keys that so many queries of a block see: the first, and where they end."""
+    window = options.window
+    end = min(prompt.position + queries, prompt.length) if options.causal != 0 else prompt.length
+    first = max(prompt.begin, prompt.position + 1 - window) if window != 0 else prompt.begin
+    return first, end if prompt.begin < prompt.length else 0
 
-    @inlined
-    def keys_of_block(prompt: Prompt, window: int) -> tuple[int, int]:
-        end = min(prompt.position + queries_per_block, prompt.length) if causal else prompt.length
-        end = end if prompt.begin < prompt.length else 0
-        first = max(prompt.begin, prompt.position + 1 - window) if windowed else prompt.begin
-        return first // step * step, end
 
-    @inlined
-    def keys_of_lane(prompt: Prompt, line: int, window: int) -> Visible:
-        position = prompt.position + line
-        high0 = min(position + 1, prompt.length) if causal else prompt.length
-        high1 = min(position + 9, prompt.length) if causal else prompt.length
-        low0 = max(prompt.begin, position + 1 - window) if windowed else prompt.begin
-        low1 = max(prompt.begin, position + 9 - window) if windowed else prompt.begin
-        return Visible(low0, high0, low1, high1)
-
-    return keys_of_block, keys_of_lane
+@inlined
+def keys_of_lane(prompt: Prompt, line: int, options: Options) -> Visible:
+    """The keys that a lane's two queries see, of number `line` in the block and 8 further on."""
+    position, window, causal = prompt.position + line, options.window, options.causal != 0
+    high0 = min(position + 1, prompt.length) if causal else prompt.length
+    high1 = min(position + 9, prompt.length) if causal else prompt.length
+    low0 = max(prompt.begin, position + 1 - window) if window != 0 else prompt.begin
+    low1 = max(prompt.begin, position + 9 - window) if window != 0 else prompt.begin
+    return Visible(low0, high0, low1, high1)
 
 
 class PrefixParts(NamedTuple):
@@ -162,7 +153,7 @@ def tokens_of_part(group: int, prefix: int, groups: Groups, per_sequence: int) -
 
 
 @inlined
-def prefix_of_group(group: int, given: Given, q_len: int) -> int:
+def prefix_of_group(group: int, given: Given) -> int:
     """The tokens that the sequences of a group share; 0: they are read one by one.
 
     One sequence shares nothing, nor does a group that is not in the batch; a row holds only what lies before the newest
@@ -173,12 +164,12 @@ def prefix_of_group(group: int, given: Given, q_len: int) -> int:
     prefix = 0
     if end - first > 1 and first >= 0 and end <= groups.batch:
         prefix = load_i32(groups.prefix_lens + group * 4)
-        prefix = prefix if 0 < prefix <= load_i32(given.at.seq_lens + first * 4) - q_len else 0
+        prefix = prefix if 0 < prefix <= load_i32(given.at.seq_lens + first * 4) - given.options.q_len else 0
     return prefix
 
 
 @inlined
-def prefix_of(sequence: int, length: int, given: Given, q_len: int) -> int:
+def prefix_of(sequence: int, length: int, given: Given) -> int:
     """The first tokens of a sequence that are read for its group. A sequence that is shorter, as an unused place of a
     captured graph is, shares nothing."""
     groups = given.groups
@@ -186,18 +177,18 @@ def prefix_of(sequence: int, length: int, given: Given, q_len: int) -> int:
     begin = load_i32(groups.cu_groups + group * 4)
     prefix = 0
     if begin <= sequence < load_i32(groups.cu_groups + group * 4 + 4):
-        prefix = prefix_of_group(group, given, q_len)
-    return prefix if prefix <= length - q_len else 0
+        prefix = prefix_of_group(group, given)
+    return prefix if prefix <= length - given.options.q_len else 0
 
 
-def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
+def make_parts_of_query(heads_per_kv: int, head_dim: int) -> Any:
     """A function for kernels: where the partial results of a query's prefix are, by its place in the batch."""
 
     @inlined
     def parts_of_query(place: int, head: int, num_parts: int, given: Given) -> PrefixParts:
         num_heads = given.sizes.kv_heads * heads_per_kv
         number = place * num_heads + head
-        each = given.sizes.batch * q_len * num_heads
+        each = given.sizes.batch * given.options.q_len * num_heads
         sums = given.groups.parts
         states = sums + given.groups.most_parts * each * (head_dim * 4)
         return PrefixParts(
@@ -210,15 +201,14 @@ def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
 def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     """The work on prefixes. A job is a KV head of a part of a group's prefix, and some of the group's queries: those of
     all its sequences, each one's tokens, and their heads."""
-    heads_per_kv, q_len, head_dim = variant.heads_per_kv, variant.q_len, variant.head_dim
-    per_sequence = heads_per_kv * q_len
-    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
+    heads_per_kv, head_dim = variant.heads_per_kv, variant.head_dim
+    parts_of_query = make_parts_of_query(heads_per_kv, head_dim)
 
     @inlined
     def units_of(number: int, given: Given) -> int:
         """Parts of a group's prefix, for each of its blocks of queries."""
-        groups = given.groups
-        prefix = prefix_of_group(number, given, q_len)
+        groups, per_sequence = given.groups, heads_per_kv * given.options.q_len
+        prefix = prefix_of_group(number, given)
         units = 0
         if prefix > 0:
             tokens = tokens_of_part(number, prefix, groups, per_sequence)
@@ -233,16 +223,16 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def find_queries(head: int, unit: int, given: Given, lane: int) -> Prompt:
-        groups = given.groups
+        groups, per_sequence = given.groups, heads_per_kv * given.options.q_len
         number, before = locate(unit, groups.num_groups, given, lane)
-        prefix = prefix_of_group(number, given, q_len)
+        prefix = prefix_of_group(number, given)
         first = load_i32(groups.cu_groups + number * 4)
         count, query, part, begin, end = 0, 0, 0, 0, 0
         if prefix > 0:
             count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
             # The blocks of queries of a part follow each other, and find it in the second cache.
             blocks = blocks_of(number, groups, per_sequence)
-            tokens = tokens_of_part(number, prefix, groups, per_sequence)  # fmt: skip
+            tokens = tokens_of_part(number, prefix, groups, per_sequence)
             part = divide(unit - before, blocks)
             query = (unit - before - part * blocks) * queries_per_block
             begin = part * tokens
@@ -250,20 +240,19 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, head, head, part)
 
     @inlined
-    def queries_of(prompt: Prompt, given: Given) -> Tokens:
-        return Tokens(given.at.q + prompt.kv_head * heads_per_kv * given.sizes.q.head, 1, given.sizes.q.head)
-
-    @inlined
-    def home_of_query(number: int, prompt: Prompt, given: Given) -> int:
-        token = number % per_sequence // heads_per_kv
-        return (prompt.start + number // per_sequence) * given.sizes.q.row + token * given.sizes.q.token
+    def query_at(number: int, prompt: Prompt, given: Given) -> int:
+        steps, per_sequence = given.sizes.q, heads_per_kv * given.options.q_len
+        sequence = divide(number, per_sequence)
+        inside = number - sequence * per_sequence
+        address = given.at.q + (prompt.start + sequence) * steps.row + inside // heads_per_kv * steps.token
+        return address + (prompt.kv_head * heads_per_kv + inside % heads_per_kv) * steps.head
 
     @inlined
     def put_query(
         sums: Any, offset: int, m: float, weights: float, number: int, prompt: Prompt, given: Given, lane: int
     ) -> None:
         if number < prompt.num_queries:
-            place = prompt.start * q_len + number // heads_per_kv
+            place = prompt.start * given.options.q_len + number // heads_per_kv
             parts = parts_of_query(place, prompt.kv_head * heads_per_kv + number % heads_per_kv, 0, given)
             to = parts.sums + prompt.part * parts.sums_stride + (lane & 3) * 8
             for j in range(head_dim // 8):
@@ -279,4 +268,4 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         put_query(sums, 0, softmax.m0, l0, number, prompt, given, lane)
         put_query(sums, 2, softmax.m1, l1, number + 8, prompt, given, lane)
 
-    return Work(1, count_jobs, find_queries, queries_of, home_of_query, heads_per_kv, put)
+    return Work(1, count_jobs, find_queries, query_at, put)

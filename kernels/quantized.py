@@ -286,12 +286,12 @@ greater = instruction("{ .reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t; }", 
 exact_reciprocal = instruction("rcp.rn.f32 $0, $1;", "f", "f", lambda x: np.float32(1) / np.float32(x), pure=True)
 
 
-def make_load_four(dtype: torch.dtype, half: int) -> Any:
+def make_load_four(dtype: torch.dtype) -> Any:
     """A function for kernels that loads four numbers of a head, by its address, to a place in a local array. The first
-    `half` elements of a head turn with as many behind them; results are rounded."""
+    `half` bytes of a head turn with as many behind them; results are rounded."""
     low, high, turn = FORMATS[dtype].low, FORMATS[dtype].high, make_turn(dtype)
     words, load = (4, load_16) if dtype.itemsize == 4 else (2, load_8)
-    half_fours, four_bytes = half // 4, 4 * dtype.itemsize
+    four_bytes = 4 * dtype.itemsize
 
     @inlined
     def put(numbers: Any, place: int, i: int, word: int) -> None:
@@ -302,7 +302,8 @@ def make_load_four(dtype: torch.dtype, half: int) -> Any:
             numbers[place + 2 * i + 1] = high(word)
 
     @inlined
-    def load_four(numbers: Any, place: int, source: int, four: int, cos: int, sin: int) -> None:
+    def load_four(numbers: Any, place: int, source: int, four: int, cos: int, sin: int, half: int) -> None:
+        half_fours = half // four_bytes
         x = load(source + four * four_bytes)
         if four < 2 * half_fours:
             first = four < half_fours
@@ -317,14 +318,12 @@ def make_load_four(dtype: torch.dtype, half: int) -> Any:
     return load_four
 
 
-def make_quantize_heads(
-    num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, half: int = 0, given: bool = False
-) -> Any:
+def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, given: bool) -> Any:
     """A function for kernels, called by all threads, that writes one token's heads as 8-bit numbers, a warp a head.
 
-    `half` elements of a head turn with as many behind them. Scales that are `given` are read, and not written.
+    Scales that are `given` are read, and not written.
     """
-    load_four, code = make_load_four(dtype, half), EIGHT_BITS[to].code
+    load_four, code = make_load_four(dtype), EIGHT_BITS[to].code
     fours = head_dim // 4
     owned = -(-fours // 32)
     num_numbers = 4 * owned
@@ -332,17 +331,18 @@ def make_quantize_heads(
 
     @inlined
     def quantize_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
-    ) -> None:
-        """From address `source` to `target` and `scales`, with bytes from one head to the next, and a token's
-        angles."""
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int,
+        half: int,
+    ) -> None:  # fmt: skip
+        """From address `source` to `target` and `scales`, with bytes from one head to the next, and a token's angles,
+        by which the first `half` bytes of a head turn with as many behind them."""
         lane = cuda.threadIdx.x & 31
         head = cuda.threadIdx.x >> 5
         numbers = cuda.local.array(num_numbers, float32)
         while head < num_heads:
             top = float32(0)
             for i in range(owned):  # a lane behind the last takes that as well
-                load_four(numbers, 4 * i, source + head * source_head, min(i * 32 + lane, fours - 1), cos, sin)
+                load_four(numbers, 4 * i, source + head * source_head, min(i * 32 + lane, fours - 1), cos, sin, half)
                 if not given:
                     for j in range(4):
                         top = greater(top, numbers[4 * i + j])

@@ -157,7 +157,8 @@ def _prepare(geometry: tuple[Key | None, ...], addresses: tuple[int | None, ...]
     shape = tokens, per_block, *_ = _shape_of(given, variant)
     blocks = -(-tokens // per_block), 2 if given.rotary else 1
     strides = [stride * given.k.dtype.itemsize for tensor in given.rotary for stride in tensor.strides[:-1]]
-    arguments = (*addresses, *shape, *[None] * len(given.rotary), *strides)
+    half = [given.rotary[2].shape[1] // 2 * given.k.dtype.itemsize] if given.rotary else []
+    arguments = (*addresses, *shape, *[None] * len(given.rotary), *half, *strides)
     return Launch(append_kernel(variant), blocks, index_of(given.k.device), arguments)
 
 
@@ -216,12 +217,9 @@ def _variant_of(given: Geometries) -> AppendVariant:
     k, v, dtype = given.k, given.v, given.k_cache.dtype
     k_head, v_head = k.shape[2] * dtype.itemsize // 16, v.shape[2] * dtype.itemsize // 16
     vectors = k.shape[1] * k_head, k_head, k.shape[1] * v_head, v_head
-    places = given.cu_seqlens is not None, given.k_cache.shape[1] if given.block_table else 0, given.limit is not None
-    rotation, dtypes = None, (k.dtype, dtype) if given.k_scales else None
-    if given.rotary:
-        query, _, cos, _ = given.rotary
-        rotation = Turning(k.dtype, query.shape[1], cos.shape[1] * k.dtype.itemsize // 32)
-    return AppendVariant(*vectors, *places, rotation, dtypes, _are_given(given.k_scales))
+    rotation = Turning(k.dtype, given.rotary[0].shape[1]) if given.rotary else None
+    dtypes = (k.dtype, dtype) if given.k_scales else None
+    return AppendVariant(*vectors, rotation, dtypes, _are_given(given.k_scales))
 
 
 def _shape_of(given: Geometries, variant: AppendVariant) -> tuple[int, ...]:
@@ -230,12 +228,12 @@ def _shape_of(given: Geometries, variant: AppendVariant) -> tuple[int, ...]:
     per_block = 1
     if not variant.rotation and not variant.dtypes:
         per_block = tokens_of_block(k.shape[0], variant.k_vectors, multiprocessors(k.device))
-    table = given.block_table.strides[0] * 4 if given.block_table else 0
+    block_size, table = (k_cache.shape[1], given.block_table.strides[0] * 4) if given.block_table else (0, 0)
     new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
     cached = [stride * k_cache.dtype.itemsize for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
     by_token = [each.strides if each else (0, 0, 0) for each in (given.k_scales, given.v_scales)]
     scales = [stride * 4 for row, *token, head in by_token for stride in (row, *(token or [0]), head)]
-    return k.shape[0], per_block, given.batch, table, *new, *cached, *scales
+    return k.shape[0], per_block, given.batch, block_size, table, *new, *cached, *scales
 
 
 def _are_given(scales: Geometry | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import ARGUMENTS, LATENT_DIM, LATENT_V_DIM, Maps, Variant, structs_of
+from .arguments import ARGUMENTS, LATENT_DIM, LATENT_V_DIM, NO_GROUPS, Maps, Variant
 from .checks import (
     ALIGNMENT, Geometry, Key, Plans, check_attention, check_block_table, check_indices, check_integer, check_sinks,
     refuse_alignment,
@@ -101,7 +101,7 @@ def _decode(*arguments: Any) -> None:
 def prepare_decode(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
     given = check_decode(geometry)
-    variant = variant_of(given, window > 0, softcap > 0)
+    variant = variant_of(given, window, softcap)
     latents = variant.head_dim == LATENT_DIM
     best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
     name = choose_kernel(name, given, best_latents(given, latent_queries(variant)) if latents else best)
@@ -128,15 +128,18 @@ def check_decode(geometry: Keys) -> Geometries:
     return given
 
 
-def variant_of(
-    given: Geometries, windowed: bool, softcapped: bool, *, causal: bool = True, cascaded: bool = False
-) -> Variant:
-    """The constants of a kernel; `q_len` is 0 where `cu_seqlens` is given."""
+def variant_of(given: Geometries, window: int, softcap: float, general: bool = False, q_len: int = 0) -> Variant:
+    """The constants of a kernel: of decode if there is a `q_len`, or a dimension of it. A general kernel of decode is
+    for all numbers of queries that make as many octets, so far as these are few."""
     *_, num_heads, head_dim = given.q.shape
-    q_len, heads_per_kv = 0 if given.cu_seqlens else given.q.shape[1], num_heads // given.k.shape[2]
-    block_size, kv_dtype = given.k.shape[1] if given.block_table else 0, given.k.dtype if given.k_scales else None
-    kind = causal, windowed, softcapped, False, kv_dtype, cascaded
-    return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, block_size, *kind)
+    heads_per_kv, kv_dtype = num_heads // given.k.shape[2], given.k.dtype if given.k_scales else None
+    q_len = q_len if given.cu_seqlens else given.q.shape[1]
+    general = general or q_len > 1 or window != 0 or softcap != 0 or given.block_table is not None
+    if general and q_len:
+        least = 16 if head_dim == LATENT_DIM else 8
+        columns = next((size for size in (least, 2 * least) if heads_per_kv * q_len <= size), 4 * least)
+        q_len = min(-(-heads_per_kv * q_len // columns) * columns // heads_per_kv, MAX_QUERIES)
+    return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, kv_dtype, general)
 
 
 def decode_plan(given: Geometries, variant: Variant, name: str = "auto", more_bytes: int = 0) -> Plan:
@@ -155,8 +158,7 @@ def decode_plan(given: Geometries, variant: Variant, name: str = "auto", more_by
 def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
     fit, room = registers_for(variant)[queries.at_once - 1], shared_bytes_of(variant, queries)
-    structs = structs_of(variant)
-    return Kernel(make_decode, (variant, queries), structs, THREADS, blocks_per_sm=fit, shared_bytes=room)
+    return Kernel(make_decode, (variant, queries), ARGUMENTS, THREADS, blocks_per_sm=fit, shared_bytes=room)
 
 
 def best_latents(given: Geometries, queries: int) -> tuple[str, ...]:
@@ -289,10 +291,10 @@ class Call(NamedTuple):
 
 
 def prepare(
-    plan: Plan, given: Geometries, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
-) -> Call:
-    """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
-    given."""
+    plan: Plan, given: Geometries, scale: float | None, window: int, softcap: float, causal: bool = True,
+    mixed: bool = False, groups: tuple[int | None, ...] = NO_GROUPS,
+) -> Call:  # fmt: skip
+    """A plan's launch for tensors of a geometry; numbers in `Groups` that are None will be given."""
     head_dim, index = given.q.shape[-1], index_of(given.q.device)
     latents = head_dim == LATENT_DIM
     if latents and scale is None:
@@ -300,9 +302,10 @@ def prepare(
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
     scale = head_dim**-0.5 if scale is None else float(scale)
     window, softcap = check_integer("window", window), float(softcap)
-    inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    inner, outer = scale / softcap if softcap else 0.0, (softcap or scale) * LOG2E
     least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
+    fitting = least <= (inner if softcap else outer) <= most and least <= outer <= most
+    if not (fitting and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
             f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
@@ -312,8 +315,9 @@ def prepare(
     addresses = [None if each else 0 for each in given]
     workspace = Workspace(index, plan.partial_bytes, plan.counters) if plan.counters else None
     room = (None, None) if workspace else (0, 0)
-    fixed = *sizes_of(given), window, inner, outer
-    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *fixed, *groups)
+    q_len, block_size = 1 if mixed else given.q.shape[1], given.k.shape[1] if given.block_table else 0
+    options = window, inner, outer, int(causal), q_len, int(mixed), block_size, plan.box_tokens
+    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *sizes_of(given), *options, *groups)
     return Call(Launch(plan.kernel, plan.blocks, index, arguments), workspace, maps, latents)
 
 

@@ -14,7 +14,7 @@ from .compiler import float32, inlined, uint32
 from .decode_parts import Share, make_share_work
 from .decode_products import UNIT, Piece
 from .latent_products import make_attend
-from .latents import PREFILL_QUERIES, Job, bundles_of, dims_of, make_put, make_settle, make_visible, part_of, sums_of
+from .latents import PREFILL_QUERIES, Job, bundles_of, dims_of, make_put, make_settle, part_of, sums_of, visible_of
 from .memory import load_i32, shared_address
 from .softmax import Visible
 
@@ -23,21 +23,23 @@ def make_decode(variant: Variant, slots: int) -> Any:
     """The kernel of decode as a Python function; `slots` as in `latent_products.make_attend`."""
     attend, arrived, alignment = make_attend(variant, slots)
     bundles = bundles_of(variant)
-    queries, count, q_len, num_bundles = bundles.per_bundle, bundles.per_head, variant.q_len, bundles.bundles(1)
-    num_sums, strips, dims, mixed = sums_of(queries), queries // 16, dims_of(queries), variant.mixed
-    settle, visible_of = make_settle(variant, bundles, arrived), make_visible(variant)
+    queries, heads_per_kv, num_bundles = bundles.per_bundle, variant.heads_per_kv, bundles.bundles(1)
+    num_sums, strips, dims = sums_of(queries), queries // 16, dims_of(queries)
+    settle = make_settle(variant, bundles, arrived)
 
     @inlined
     def work_on(own: Any, piece: Piece, share: Share, bundles: int, given: Given, thread: int, lane: int) -> None:
         base, part = own
         sums = cuda.local.array(num_sums, float32)
-        k = head_in(given.at.k, 0, given.sizes.k)
-        q = given.at.q + first_query(piece.sequence, given.sizes.q, given, mixed)
+        options = given.options
+        k = head_in(given.at.k, 0, given.sizes.k, options.block_size)
+        q = given.at.q + first_query(piece.sequence, given.sizes.q, given)
         first = piece.bundle * queries
         number = first + part.strip * 16 + (lane >> 2)
-        low0, high0, low1, high1 = visible_of(number, q_len, piece.first, piece.last + 1, given.scoring.window)
+        low0, high0, low1, high1 = visible_of(number, heads_per_kv, options.q_len, piece.first, piece.last + 1, options)
         visible = Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
-        job = Job(q, count, first, k, row_of(piece.sequence, given), piece.token, piece.first, piece.token_end)
+        count, row = heads_per_kv * options.q_len, row_of(piece.sequence, given)
+        job = Job(q, count, first, k, row, piece.token, piece.first, piece.token_end)
         softmax = attend(sums, base, job, visible, part, given, thread, lane)
         settle(sums, softmax, base, piece, share, part, given, thread, lane)
 
@@ -51,22 +53,21 @@ def make_decode(variant: Variant, slots: int) -> Any:
         own = base, part_of(thread >> 5, strips, dims)
         work_on_share(own, num_bundles, given, thread, lane)
 
-    return make_entry(decode, False)
+    return make_entry(variant, decode)
 
 
 def make_prefill(variant: Variant, slots: int) -> Any:
     """The kernel of prefill as a Python function; `slots` as in `latent_products.make_attend`."""
     attend, _, alignment = make_attend(variant, slots)
-    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
-    num_sums, visible_of = sums_of(PREFILL_QUERIES), make_visible(variant)
-    strips, dims, mixed = PREFILL_QUERIES // 16, dims_of(PREFILL_QUERIES), variant.mixed
+    heads_per_kv, num_sums = variant.heads_per_kv, sums_of(PREFILL_QUERIES)
+    strips, dims = PREFILL_QUERIES // 16, dims_of(PREFILL_QUERIES)
     put_outputs, _ = make_put(variant, PREFILL_QUERIES)
 
     @inlined
     def units_of(sequence: int, given: Given) -> int:
         """Blocks of queries; in a mixed batch single tokens are left out."""
         tokens = num_queries(sequence, given)
-        tokens = 0 if mixed and tokens == 1 else tokens
+        tokens = 0 if given.options.mixed != 0 and tokens == 1 else tokens
         return (tokens * heads_per_kv + PREFILL_QUERIES - 1) // PREFILL_QUERIES
 
     _, locate = make_ragged(units_of)
@@ -80,7 +81,7 @@ def make_prefill(variant: Variant, slots: int) -> Any:
 
     @inlined
     def prefill(given: Given) -> None:
-        at, sizes, window = given.at, given.sizes, given.scoring.window
+        at, sizes, options, window = given.at, given.sizes, given.options, given.options.window
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
@@ -94,21 +95,21 @@ def make_prefill(variant: Variant, slots: int) -> Any:
         tokens = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
         length = load_i32(at.seq_lens + sequence * 4)
         first = first_token(sequence, given)
-        if windowed:  # what no query of the sequence sees may be gone
+        if window != 0:  # what no query of the sequence sees may be gone
             first = max(first, length - tokens + 1 - window)
-        k = head_in(at.k, 0, sizes.k)
+        k = head_in(at.k, 0, sizes.k, options.block_size)
         number = query + part.strip * 16 + (lane >> 2)
         q, count = at.q + start * sizes.q.token, tokens * heads_per_kv
         row = row_of(sequence, given)
         # The keys that the block's queries see: where their first tile begins, and their end.
         last_token = min((query + PREFILL_QUERIES - 1) // heads_per_kv, tokens - 1)
-        end = length - tokens + last_token + 1 if causal else length
-        low = max(first, length - tokens + query // heads_per_kv + 1 - window) if windowed else first
+        end = length - tokens + last_token + 1 if options.causal != 0 else length
+        low = max(first, length - tokens + query // heads_per_kv + 1 - window) if window != 0 else first
         key, end = low // UNIT * UNIT, end if first < length else 0
-        visible = visible_of(number, tokens, first, length, window)
+        visible = visible_of(number, heads_per_kv, tokens, first, length, options)
         job = Job(q, count, query, k, row, key, first, end)
         softmax = attend(sums, base, job, visible, part, given, thread, lane)
         to = at.out + start * sizes.out.token
         put_outputs(sums, softmax, number, count, to, part, given, lane)
 
-    return make_entry(prefill, False)
+    return make_entry(variant, prefill)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import prefill_mma, prefill_wgmma
-from .arguments import LATENT_DIM, Maps, Variant, structs_of
+from .arguments import ARGUMENTS, LATENT_DIM, Maps, Variant
 from .checks import Geometry, Plans, check_indices, check_integer
 from .compiler import Kernel
 from .latents import PREFILL_QUERIES
@@ -78,8 +78,8 @@ define_operator("prefill", _prefill, "bool causal, float? scale, int window, flo
 def _prepare(causal: bool, scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
     given = check_prefill(geometry, causal, window)
-    plan = prefill_plan(given, variant_of(given, window > 0, softcap > 0, causal=causal), name)
-    return prepare(plan, given, scale, window, softcap)
+    plan = prefill_plan(given, variant_of(given, window, softcap, general=not causal), choose_prefill(name, given))
+    return prepare(plan, given, scale, window, softcap, causal)
 
 
 _calls = Plans(_prepare)
@@ -96,11 +96,10 @@ def check_prefill(geometry: Keys, causal: bool, window: int) -> Geometries:
 
 
 def prefill_plan(given: Geometries, variant: Variant, name: str, max_prompts: int | None = None) -> Plan:
-    """Chooses the kernel for so many prompts at most."""
+    """The plan by the kernel of this name, for so many prompts at most."""
     tokens, num_heads, _ = given.q.shape
-    name = choose_prefill(name, given)
     if name == "plain":
-        return Plan(plain_kernel(variant._replace(mixed=False)), (tokens, num_heads))
+        return Plan(plain_kernel(variant), (tokens, num_heads))
     prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts
     # No batch has more blocks of queries, however its tokens are spread.
     if variant.head_dim == LATENT_DIM:
@@ -131,7 +130,7 @@ def fast_plan(name: str, variant: Variant, given: Geometries, heads: int, querie
     if name == "mma":
         return Plan(mma_kernel(variant), (heads, jobs))
     blocks = min(heads * jobs, multiprocessors(given.q.device)), 1  # they take jobs by a counter
-    box_tokens = box_of(tile_of(variant.head_dim), variant.block_size)
+    box_tokens = box_of(tile_of(variant.head_dim), given.k.shape[1] if given.block_table else 0)
     return Plan(wgmma_kernel(variant), blocks, counters=1, box_tokens=box_tokens)
 
 
@@ -140,13 +139,13 @@ def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
     threads = 32 * prefill_mma.warps_of(variant.head_dim)
     shared = prefill_mma.shared_of(variant.head_dim, variant.kv_dtype is not None)
-    return Kernel(prefill_mma.make_prefill, (variant,), structs_of(variant), threads, shared_bytes=shared.nbytes)
+    return Kernel(prefill_mma.make_prefill, (variant,), ARGUMENTS, threads, shared_bytes=shared.nbytes)
 
 
 @cache
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
-    structs, shared_bytes = (Maps, *structs_of(variant)), shared_of(variant.head_dim).nbytes
+    structs, shared_bytes = (Maps, *ARGUMENTS), shared_of(variant.head_dim).nbytes
     return Kernel(prefill_wgmma.make_prefill, (variant,), structs, THREADS, shared_bytes=shared_bytes, hopper=True)
 
 
@@ -193,12 +192,12 @@ def _prepare_mixed(
     if max_prompts is not None and check_integer("max_prompts", max_prompts) < 0:
         raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")
     given = check_prefill(geometry, True, window)
-    variant = variant_of(given, window > 0, softcap > 0)._replace(mixed=True)
-    plans = [prefill_plan(given, variant, name, max_prompts)]
-    if plans[0].kernel.constants[0].mixed:
-        variant = variant._replace(q_len=1)
+    chosen = choose_prefill(name, given)
+    plans = [prefill_plan(given, variant_of(given, window, softcap, general=True), chosen, max_prompts)]
+    if chosen != "plain":
+        variant = variant_of(given, window, softcap, general=True, q_len=1)
         plans.insert(0, decode_plan(given, variant, "mma" if name == "mma" else "auto"))
-    return [prepare(plan, given, scale, window, softcap) for plan in plans]
+    return [prepare(plan, given, scale, window, softcap, mixed=True) for plan in plans]
 
 
 _mixed_calls = Plans(_prepare_mixed)
@@ -273,16 +272,18 @@ def _prepare_cascade(scale: float | None, softcap: float, name: str, geometry: K
     prefix_name = choose_prefill(name, given)
     if prefix_name == "plain" or not num_groups or not batch:
         return prepare_decode(scale, 0, softcap, "plain" if name == "plain" else "auto", of_tensors)
-    variants = [variant_of(given, False, softcap > 0, causal=each, cascaded=True) for each in (False, True)]
-    per_head, most_groups = batch * q_len * variants[0].heads_per_kv, min(num_groups, batch // 2)
+    variant = variant_of(given, 0, softcap, general=True)
+    of_prefixes = variant._replace(q_len=0, prefixes=True)
+    per_head, most_groups = batch * q_len * variant.heads_per_kv, min(num_groups, batch // 2)
     blocks = max(multiprocessors(given.q.device) // kv_heads, 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
-    prefix = fast_plan(prefix_name, variants[0], given, kv_heads, per_head, blocks + most_groups)
+    prefix = fast_plan(prefix_name, of_prefixes, given, kv_heads, per_head, blocks + most_groups)
     part = batch * q_len * num_heads * (head_dim + 2) * 4  # bytes: sums of V, a maximum and a sum of weights, in fp32
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
-    own = decode_plan(given, variants[1], more_bytes=most_parts * part)
-    groups = None, None, None, num_groups, blocks, most_parts, queries_of_block(prefix_name, variants[0]), batch
-    first, second = (prepare(plan, given, scale, 0, softcap, groups) for plan in (prefix, own))
+    own = decode_plan(given, variant, more_bytes=most_parts * part)
+    groups = None, None, None, num_groups, blocks, most_parts, queries_of_block(prefix_name, variant), batch
+    plans = (prefix, False), (own, True)
+    first, second = (prepare(plan, given, scale, 0, softcap, causal, False, groups) for plan, causal in plans)
     return Calls(first, second, own.partial_bytes - most_parts * part)
 
 

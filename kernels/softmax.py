@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import Scoring
+from .arguments import Options
 from .compiler import float32, inlined
 from .memory import FLOOR, HALVES, LOG2E, exp2, fma, if_within, load_f32, maximum, reciprocal, store_4, store_16, tanh
 from .warp import any_lane, load_matrices, load_matrices_transposed, shuffle_xor, transpose_words
@@ -50,9 +50,9 @@ def begin_softmax(sums: Any, num_sums: int) -> Softmax:
 
 
 @inlined
-def mask(scores: Any, num_scores: int, softcapped: bool, key: int, visible: Visible, inner: float, lane: int) -> None:
+def mask(scores: Any, num_scores: int, key: int, visible: Visible, inner: float, lane: int) -> None:
     """Makes scores of a tile's products; `key` is the tile's first. Keys that are not visible are taken out."""
-    if softcapped:
+    if inner != float32(0):
         for i in range(num_scores):
             scores[i] = tanh(scores[i] * inner)
     if key + 2 * num_scores > visible.high0 or key < visible.low1:
@@ -107,13 +107,12 @@ def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> Softm
 
 @inlined
 def weigh_tile(
-    scores: Any, num_scores: int, softcapped: bool, key: int, visible: Visible, softmax: Softmax, scoring: Scoring,
-    lane: int,
-) -> tuple[Softmax, float, float, int]:  # fmt: skip
+    scores: Any, num_scores: int, key: int, visible: Visible, softmax: Softmax, options: Options, lane: int
+) -> tuple[Softmax, float, float, int]:
     """Makes a tile's products weights; returns what `raise_maxima` does."""
-    mask(scores, num_scores, softcapped, key, visible, scoring.inner, lane)
-    softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
-    return weigh(scores, num_scores, softmax, scoring.outer), a0, a1, grown
+    mask(scores, num_scores, key, visible, options.inner, lane)
+    softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, options.outer)
+    return weigh(scores, num_scores, softmax, options.outer), a0, a1, grown
 
 
 @inlined
