@@ -25,54 +25,47 @@ COMPILE = """
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas, few = torch.bfloat16, *sys.argv[1:]
     DEVICES = (8, 0), (9, 0)
-    # A block table adds the look-up of a tile to what is there without: one of each family shows it. Shared prefixes
-    # add something as well, which those show that are not too common.
 
     def decode_kernel(variant):
         return row_decode.mma_kernel(variant, decode_mma.queries_of(variant, 8))
 
     if family == "decode":
         kernels = {
-            f"decode, mma, {dim}, {q_len}, {paged}": decode_kernel(
-                Variant(bf16, dim, 4, q_len, paged, True, False, False, mixed)
+            f"decode, mma, {dim}, {q_len}, {general}": decode_kernel(
+                Variant(bf16, dim, 4, q_len, general=general)
             )
-            for dim, q_len, paged, mixed in (
-                (64, 1, 16, True), (80, 1, 0, False), (80, 8, 0, False), (128, 1, 0, False), (128, 4, 0, False),
-                (128, 8, 0, False), (256, 1, 0, False)
+            for dim, q_len, general in (
+                (64, 2, True), (80, 1, False), (80, 8, True), (128, 1, False), (128, 2, True), (128, 4, True),
+                (128, 8, True), (256, 1, False)
             )
         }
-        eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn, cascaded=True)
+        eight_bits = Variant(bf16, 128, 4, 2, torch.float8_e4m3fn)
         for device in DEVICES:  # for others the instructions are the same, registers are not; to compile twice is slow
             kernels[f"decode, mma, 8 bits, {device}"] = decode_kernel(eight_bits)
     else:
         kernels = {
-            "append": AppendVariant(128, 16, 128, 16, True, 0, False),
-            "append, behind": AppendVariant(128, 16, 128, 16, False, 0, True),
-            "append, quantizing": AppendVariant(
-                64, 8, 80, 10, True, 0, False, Turning(bf16, 32, 6), (bf16, torch.int8)
-            ),
+            "append": AppendVariant(128, 16, 128, 16),
+            "append, quantizing": AppendVariant(64, 8, 80, 10, Turning(bf16, 32), (bf16, torch.int8)),
             "append, quantizing with scales": AppendVariant(
-                64, 8, 64, 8, True, 16, False, None, (bf16, torch.float8_e4m3fn), True
+                64, 8, 64, 8, None, (bf16, torch.float8_e4m3fn), True
             ),
-            "append, paged": AppendVariant(128, 16, 128, 16, True, 16, False),
-            "append, rotary, 128": AppendVariant(128, 16, 128, 16, True, 0, False, Turning(bf16, 32, 6)),
-            "append, rotary, 256": AppendVariant(256, 64, 256, 64, True, 16, False, Turning(torch.float32, 8, 32)),
+            "append, rotary, 128": AppendVariant(128, 16, 128, 16, Turning(bf16, 32)),
+            "append, rotary, 256": AppendVariant(256, 64, 256, 64, Turning(torch.float32, 8)),
         }
         kernels = {name: row_append.append_kernel(variant) for name, variant in kernels.items()}
         kernels |= {
             "copy_tokens": row_copy.copy_kernel(80, 10),
-            "plain": plain.plain_kernel(Variant(torch.float32, 128, 4, 1, 0, True, True, True)),
+            "plain": plain.plain_kernel(Variant(torch.float32, 128, 4, 1)),
         }
-        for dim, paged in ((64, 0), (128, 0), (128, 16), (256, 0)):
-            variant = Variant(bf16, dim, 4, 0, paged, True, False, False)
-            kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(variant)
-            if dim == 64:
-                variant = variant._replace(q_len=2, causal=False, cascaded=True)
-            kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
-        variant = Variant(bf16, 128, 4, 1, 0, False, False, False, False, torch.float8_e4m3fn, cascaded=True)
+        for dim, general in ((64, True), (128, False), (128, True), (256, True)):
+            variant = Variant(bf16, dim, 4, 0, general=general)
+            kernels[f"prefill, mma, {dim}, {general}"] = row_prefill.mma_kernel(variant)
+            variant = variant._replace(prefixes=dim == 64)
+            kernels[f"prefill, wgmma, {dim}, {general}"] = row_prefill.wgmma_kernel(variant)
+        variant = Variant(bf16, 128, 4, 0, torch.float8_e4m3fn, prefixes=True)
         kernels["prefill, mma, 128, 8 bits"] = row_prefill.mma_kernel(variant)
-        for heads, q_len, paged in ((16, 1, 16), (64, 1, 0), (16, 0, 16)):
-            variant = Variant(bf16, 576, heads, q_len, paged, True, False, False)
+        for heads, q_len in ((16, 1), (64, 1), (16, 0)):
+            variant = Variant(bf16, 576, heads, q_len)
             for device, shared_bytes in zip(DEVICES, (163 << 10, 227 << 10)):
                 kernel = row_decode.latent_kernel("mma", variant, shared_bytes)
                 kernels[f"latents, mma, {heads}, {q_len}, {device}"] = kernel
