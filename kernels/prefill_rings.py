@@ -123,14 +123,14 @@ def tile_bytes(head_dim: int, tile: int) -> int:
     return -(-head_dim // PANEL) * tile * ROW_BYTES
 
 
-def make_copy_tile(head_dim: int, tile: int) -> tuple[Any, Any]:
-    """Functions for kernels: the lanes of a warp look a tile up, by its first token, and begin to copy it from there.
+def make_copy_tile(head_dim: int, tile: int) -> tuple[Any, Any, Any]:
+    """Functions for kernels: the lanes of a warp find their boxes in a tile, look these up, and begin to copy a tile.
     Tokens are live from the prompt's `begin` on, to its `length`."""
     panels = -(-head_dim // PANEL)
     assert tile // 16 * panels <= 32, "a lane copies one box"
 
     @inlined
-    def place_of(lane: int, box: int, row: Row) -> tuple[int, int]:
+    def box_in_tile(lane: int, box: int, row: Row) -> tuple[int, int]:
         """A lane's panel, and the first token of its box in a tile."""
         if row.block_size == 0:
             return lane, 0
@@ -138,15 +138,10 @@ def make_copy_tile(head_dim: int, tile: int) -> tuple[Any, Any]:
         return panel, lane * box - panel * tile
 
     @inlined
-    def look_up(token: int, row: Row, box: int, prompt: Prompt, lane: int) -> int:
-        """The block of a lane's box, or the row."""
-        home = home_of(live(token + place_of(lane, box, row)[1], prompt), row)
-        return home >> 32 if row.block_size != 0 else home
-
-    @inlined
-    def inside_of(token: int, row: Row) -> int:
-        """Its number in its row or block."""
-        return token - divide(token, row.block_size) * row.block_size if row.block_size != 0 else token
+    def look_up(first: int, row: Row, prompt: Prompt) -> tuple[int, int]:
+        """The row or block that a box's first token is in, and its number there."""
+        home = home_of(live(first, prompt), row)
+        return (home, first) if row.block_size == 0 else (home >> 32, first - (home & 0xFFFFFFFF))
 
     @inlined
     def copy_rows(
@@ -158,27 +153,35 @@ def make_copy_tile(head_dim: int, tile: int) -> tuple[Any, Any]:
         while item < box * panels:
             panel = divide(item, box) if row.block_size != 0 else item // tile
             number = item - panel * box
-            inside = inside_of(live(first + number, prompt), row)
+            inside = live(first + number, prompt)
+            if row.block_size != 0:
+                inside -= divide(inside, row.block_size) * row.block_size
             to = slot.address + (panel * tile + first - token + number) * ROW_BYTES
             copy_box(to, source.tokens, panel * PANEL, source.head, inside, home, slot.full)
             item += 32
 
     @inlined
-    def copy_tile(slot: Slot, source: Source, home: int, token: int, row: Row, prompt: Prompt, lane: int) -> None:
+    def copy_tile(
+        slot: Slot, source: Source, own: tuple[int, int], place: tuple[int, int], token: int, row: Row, prompt: Prompt,
+        lane: int,
+    ) -> None:  # fmt: skip
+        """`own` is what `box_in_tile` gives the lane, `place` what `look_up` does."""
         box = source.box if row.block_size != 0 else tile
-        panel, offset = place_of(lane, box, row)
+        panel, offset = own
+        home, inside = place
         first = token + offset
         if panel < panels and prompt.begin <= first and first + box <= prompt.length:
             to = slot.address + (panel * tile + offset) * ROW_BYTES
-            copy_box(to, source.boxes, panel * PANEL, source.head, inside_of(first, row), home, slot.full)
-        first, index = token, 0
-        while first < token + tile:
-            if first < prompt.begin or first + box > prompt.length:
-                copy_rows(slot, source, shuffle_count(home, index), token, first, row, prompt, lane)
-            first += box
-            index += 1
+            copy_box(to, source.boxes, panel * PANEL, source.head, inside, home, slot.full)
+        if token < prompt.begin or token + tile > prompt.length:
+            first, index = token, 0
+            while first < token + tile:
+                if first < prompt.begin or first + box > prompt.length:
+                    copy_rows(slot, source, shuffle_count(home, index), token, first, row, prompt, lane)
+                first += box
+                index += 1
 
-    return look_up, copy_tile
+    return box_in_tile, look_up, copy_tile
 
 
 JOB_BYTES = len(Prompt._fields) * 4
@@ -270,7 +273,14 @@ WARPGROUP = 128  # threads of a warpgroup
 CONSUMERS = 2  # warpgroups that multiply; one more copies
 THREADS = WARPGROUP * (1 + CONSUMERS)
 QUERIES = 64 * CONSUMERS
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216  # of a thread; all together no more than they had when they began
+
+
+def registers_of(head_dim: int, general: bool) -> tuple[int, int]:
+    """Registers of a thread that copies, and of one that multiplies: all together no more than they had when they
+    began. A general kernel's copies need more."""
+    if not general:
+        return 72, 216
+    return (104, 200) if head_dim <= 128 else (88, 208)
 
 
 def tile_of(head_dim: int) -> int:

@@ -23,8 +23,8 @@ from .arguments import Addresses, Given, Groups, Maps, Options, Sizes, Variant, 
 from .compiler import float32, inlined, uint32
 from .memory import HALVES, divide, shared_address
 from .prefill_rings import (
-    CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, QUERIES, WARPGROUP, Ring, RingUse, Rings, Source,
-    get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, shared_of, slots_of, tile_bytes,
+    CONSUMERS, QUERIES, WARPGROUP, Ring, RingUse, Rings, Source,
+    get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, registers_of, shared_of, slots_of, tile_bytes,
     tile_of,
 )  # fmt: skip
 from .prompts import Prompt, keys_of_block, keys_of_lane, make_prefixes, make_prompts
@@ -179,7 +179,7 @@ def make_consume_jobs(variant: Variant, uses: Rings, keys_of_job: Any, put: Any)
 def make_produce(head_dim: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: RingUse) -> Any:
     """A function for kernels that fills a ring with the tiles of K or of V of all jobs; called by a warp."""
     tile = tile_of(head_dim)
-    look_up, copy_tile = make_copy_tile(head_dim, tile)
+    box_in_tile, look_up, copy_tile = make_copy_tile(head_dim, tile)
     wait_job, release_job, wait_empty, fill = of_jobs.wait_full, of_jobs.release, of_tiles.wait_empty, of_tiles.fill
 
     @inlined
@@ -192,13 +192,14 @@ def make_produce(head_dim: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: Ri
             first_key, tiles = keys_of_job(job, given)
             box, row = given.options.box, row_of(job.sequence, given)
             source = Source(boxes, tokens, job.kv_head, box)
-            home = look_up(first_key, row, box, job, lane) if tiles > 0 else 0  # else nothing of it need be there
+            own = box_in_tile(lane, box, row)
+            place = look_up(first_key + own[1], row, job) if tiles > 0 else (0, 0)  # else nothing of it need be there
             for i in range(tiles):
                 key = first_key + i * tile
                 wait_empty(ring, n)
-                copy_tile(fill(ring, n, lane), source, home, key, row, job, lane)
+                copy_tile(fill(ring, n, lane), source, own, place, key, row, job, lane)
                 # Blocks are looked up before there is room for them.
-                home = look_up(key + tile, row, box, job, lane)
+                place = look_up(key + tile + own[1], row, job)
                 n += 1
             number += 1
             job = get_job(wait_job(jobs, number))
@@ -211,7 +212,7 @@ def make_prefill(variant: Variant) -> Any:
     head_dim, given_of = variant.head_dim, make_given(variant)
     tile, shared, uses = tile_of(head_dim), shared_of(head_dim), make_rings(head_dim)
     init_jobs, init_queries, init_k, init_v = (use.init for use in uses)
-    give_registers, take_registers = map(make_take_registers, (PRODUCER_REGISTERS, CONSUMER_REGISTERS))
+    give_registers, take_registers = map(make_take_registers, registers_of(head_dim, variant.general))
     work = (make_prefixes if variant.prefixes else make_prompts)(variant, QUERIES)
     find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), uses.jobs, uses.queries)
 

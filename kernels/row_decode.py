@@ -137,7 +137,8 @@ def variant_of(given: Geometries, window: int, softcap: float, general: bool = F
     general = general or q_len > 1 or window != 0 or softcap != 0 or given.block_table is not None
     if general and q_len:
         least = 16 if head_dim == LATENT_DIM else 8
-        columns = next((size for size in (least, 2 * least) if heads_per_kv * q_len <= size), 4 * least)
+        sizes = [least, 2 * least, *([3 * least] if heads_per_kv <= 4 else [])]
+        columns = next((size for size in sizes if heads_per_kv * q_len <= size), 4 * least)
         q_len = min(-(-heads_per_kv * q_len // columns) * columns // heads_per_kv, MAX_QUERIES)
     return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, kv_dtype, general)
 
