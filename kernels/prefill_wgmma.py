@@ -24,8 +24,8 @@ from .compiler import float32, inlined, uint32
 from .memory import HALVES, divide, shared_address
 from .prefill_rings import (
     CONSUMERS, QUERIES, WARPGROUP, Ring, RingUse, Rings, Source,
-    get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, registers_of, shared_of, slots_of, tile_bytes,
-    tile_of,
+    get_job, make_bring_queries, make_copy_tile, make_find_jobs, make_rings, registers_of, shared_of, slots_of,
+    tile_bytes, tile_of,
 )  # fmt: skip
 from .prompts import Prompt, keys_of_block, keys_of_lane, make_prefixes, make_prompts
 from .softmax import Softmax, Visible, begin_softmax, rescale, weigh_tile
