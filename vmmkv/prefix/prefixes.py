@@ -190,7 +190,10 @@ class Prefixes:
         ids, ticket, ask = np.ascontiguousarray(ids, np.int64), sequence.ticket, Ask()
         row = sequence.record_index()
         if sequence.cache.address != self.cache.address or not self.is_own(sequence):
-            raise ArgumentError("asked to commit tokens of a sequence that Prefixes.start has not returned")
+            raise ArgumentError(
+                "asked to commit tokens of a sequence that was not started for reuse; start it with "
+                "cache.sequence(token_ids=...)"
+            )
         ranges = words_of(retention, self.clock()) if retention else None
         words = at(ids), len(ids), ranges.buffer_info()[0] if ranges else 0, len(ranges) // 4 if ranges else 0
         while (code := entries.commit(self.address, ticket, self.keys[row], *words, ask.address)) == BROKEN:
