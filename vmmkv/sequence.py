@@ -281,9 +281,10 @@ class Sequence(core.Sequence):
         for name, (source, target) in zip("KV", pairs):
             check_source(source, name, target.dtype, target.device)
             if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
+                hint = ". Call extend first" if source.shape[1:] == target.shape[1:] else ""
                 raise ShapeError(
                     f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
-                    f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
+                    f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]{hint}"
                 )
         if len(k) != len(v):
             raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")

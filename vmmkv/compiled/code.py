@@ -213,7 +213,7 @@ def _find(library: str, made_of: str) -> Any:
     with _one_at_a_time(cache) as folder:
         with suppress(*UNREADABLE):  # another process has been first
             return _read(folder / name)
-        print(f"vmmkv: compiling {library} once, for {folder} ...", file=sys.stderr)
+        print(f"vmmkv: compiling {library} once, for {folder} (a minute or two) ...", file=sys.stderr)
         make(library, folder)
         return _read(folder / name)
 
