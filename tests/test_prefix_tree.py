@@ -148,7 +148,7 @@ def test_a_commit_of_other_tokens_is_refused() -> None:
     sequence.release_before(8)
     with pytest.raises(UnsupportedError):
         tree.commit(sequence, ids)
-    with pytest.raises(ArgumentError, match="not returned"):
+    with pytest.raises(ArgumentError, match="not started for reuse"):
         tree.commit(tree.cache.start(5), [*range(5)])
     sequence.free()
     with pytest.raises(UseAfterFreeError):
