@@ -135,12 +135,16 @@ def variant_of(given: Geometries, window: int, softcap: float, general: bool = F
     heads_per_kv, kv_dtype = num_heads // given.k.shape[2], given.k.dtype if given.k_scales else None
     q_len = q_len if given.cu_seqlens else given.q.shape[1]
     general = general or q_len > 1 or window != 0 or softcap != 0 or given.block_table is not None
-    if general and q_len:
-        least = 16 if head_dim == LATENT_DIM else 8
-        sizes = [least, 2 * least, *([3 * least] if heads_per_kv <= 4 else [])]
-        columns = next((size for size in sizes if heads_per_kv * q_len <= size), 4 * least)
-        q_len = min(-(-heads_per_kv * q_len // columns) * columns // heads_per_kv, MAX_QUERIES)
-    return Variant(given.q.dtype, head_dim, heads_per_kv, q_len, kv_dtype, general)
+    variant = Variant(given.q.dtype, head_dim, heads_per_kv, q_len, kv_dtype, general)
+    if not (general and q_len):
+        return variant
+    sizes: tuple[int, ...] = (8, 16, 24, 32) if heads_per_kv <= 4 else (8, 16, 32)
+    if head_dim == LATENT_DIM:
+        sizes = (16, 32, 64)
+    elif len(registers_for(variant)) == 1:  # a warp works on one octet at a time: one without queries costs as much
+        sizes = (8,)
+    columns = next((size for size in sizes if heads_per_kv * q_len <= size), sizes[-1])
+    return variant._replace(q_len=min(-(-heads_per_kv * q_len // columns) * columns // heads_per_kv, MAX_QUERIES))
 
 
 def decode_plan(given: Geometries, variant: Variant, name: str = "auto", more_bytes: int = 0) -> Plan:
@@ -316,8 +320,9 @@ def prepare(
     addresses = [None if each else 0 for each in given]
     workspace = Workspace(index, plan.partial_bytes, plan.counters) if plan.counters else None
     room = (None, None) if workspace else (0, 0)
-    q_len, block_size = 1 if mixed else given.q.shape[1], given.k.shape[1] if given.block_table else 0
-    options = window, inner, outer, int(causal), q_len, int(mixed), block_size, plan.box_tokens
+    q_len = 1 if given.cu_seqlens else given.q.shape[1]
+    block_size = given.k.shape[1] if given.block_table else 0
+    options = min(window, 1 << 31), inner, outer, int(bool(causal)), q_len, int(mixed), block_size, plan.box_tokens
     arguments = (*[None] * (4 if maps else 0), *addresses, *room, *sizes_of(given), *options, *groups)
     return Call(Launch(plan.kernel, plan.blocks, index, arguments), workspace, maps, latents)
 
