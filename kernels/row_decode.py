@@ -138,6 +138,7 @@ def variant_of(given: Geometries, window: int, softcap: float, general: bool = F
     variant = Variant(given.q.dtype, head_dim, heads_per_kv, q_len, kv_dtype, general)
     if not (general and q_len):
         return variant
+    # With more heads, three octets would be one more kernel beside those for five to eight queries.
     sizes: tuple[int, ...] = (8, 16, 24, 32) if heads_per_kv <= 4 else (8, 16, 32)
     if head_dim == LATENT_DIM:
         sizes = (16, 32, 64)
@@ -322,7 +323,8 @@ def prepare(
     room = (None, None) if workspace else (0, 0)
     q_len = 1 if given.cu_seqlens else given.q.shape[1]
     block_size = given.k.shape[1] if given.block_table else 0
-    options = min(window, 1 << 31), inner, outer, int(bool(causal)), q_len, int(mixed), block_size, plan.box_tokens
+    window = min(window, 1 << 31)  # no sequence is longer, and differences to lengths fit in 64 bits
+    options = window, inner, outer, int(bool(causal)), q_len, int(mixed), block_size, plan.box_tokens
     arguments = (*[None] * (4 if maps else 0), *addresses, *room, *sizes_of(given), *options, *groups)
     return Call(Launch(plan.kernel, plan.blocks, index, arguments), workspace, maps, latents)
 
