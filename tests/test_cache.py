@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
 import torch
 from conftest import on_driver, run_python, small_driver, small_layout
 from faulty import FaultyDriver
+from interruption import interrupted
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vmmkv
@@ -525,3 +527,19 @@ def test_a_write_to_what_forks_share_is_a_fault(device: str) -> None:
     child = run_python(WRITES_TO_WHAT_IS_SHARED, device)
     assert child.stdout == "True True\n"
     assert child.returncode == (-11 if device == "cpu" else 1), child.stderr
+
+
+def test_an_interrupted_constructor_leaves_nothing_on_the_pool() -> None:
+    driver, made = small_driver("cpu"), list[vmmkv.KVCache]()
+    pool, layout = vmmkv.FramePool(1 << 20, device="cpu", page_size=driver.page_size), small_layout(driver)
+    vmmkv.KVCache(layout, 4, 64, pool=pool, lookahead=0).close()  # what is done once is done
+    for line in count(1):
+        ended = interrupted(lambda: made.append(vmmkv.KVCache(layout, 4, 64, pool=pool, lookahead=0)), line)
+        if ended is not None:
+            break
+        made.clear()
+        gc.collect()  # a finalizer that raises fails the test
+        assert not pool.stats().accounts, line
+    assert len(pool.stats().accounts) == 1
+    made.pop().close()
+    pool.close()

@@ -64,10 +64,11 @@ class TokenCache(Cache):
 
     scales: SequenceScales | None = None
     """Those of whole sequences, if the layout has them."""
+    is_open = True  # of the class: a constructor that is interrupted behind `Cache`'s leaves a cache to be closed
 
     def __init__(self, pool: Pool, layout: KVLayout, max_sequences: int, max_seq_len: int, **options: Any) -> None:
         super().__init__(pool, layout.record_bytes, max_sequences, max_seq_len, **options)
-        self.layout, self.is_open = layout, True
+        self.layout = layout
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             self._ranges = [self._export(part) for part in self.ranges]
             self._kv = [self._values_of(number) for number in range(layout.num_layers)]

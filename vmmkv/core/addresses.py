@@ -57,10 +57,11 @@ class Views:
         addresses: the ranges.
     """
 
+    cache: Cache | None = None
+    """A cache that nothing else holds."""
+
     def __init__(self, addresses: list[Addresses]) -> None:
         self.addresses = addresses
-        self.cache: Cache | None = None
-        """A cache that nothing else holds."""
 
     def __del__(self) -> None:
         if self.cache is not None:

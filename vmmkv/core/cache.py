@@ -96,14 +96,17 @@ class Cache:
         """Watches of sequences that were collected, and are to be freed: see `sweep`."""
         self.watches: set[Watch] = set()
         """Those of all sequences."""
-        self.account = pool.opened(
-            entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved
-        )
+        pool.opened(entries.open_cache, self.address, NO_LIMIT_PAGES if limit is None else limit, reserved)
         pool.members.add(self)
         for each in self.addresses:
             each.is_empty = False
         if lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
+
+    @property
+    def account(self) -> int:
+        """The number of its account on the pool."""
+        return int(self.state[0]["account"])
 
     # ------------------------------------------------------------------ sequences
 
@@ -364,7 +367,7 @@ class Cache:
     def end(self, ends: Callable[[], bool] = is_finalizing) -> None:
         """Closes the cache; where that is not possible now, the pool does later. When the interpreter ends, memory goes
         with the process."""
-        if ends() or "account" not in vars(self):  # or it was not made whole
+        if ends() or "watches" not in vars(self):  # or it was interrupted before it lay on the pool
             return
         try:
             self.close()
